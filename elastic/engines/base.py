@@ -153,9 +153,10 @@ class GradientSums(Protocol):
         """`call` at the end of every step, when the optimizer has made it, or skipped it."""
         ...
 
-    def updates_by(self, update: Callable[[Callable[[], object]], None]) -> Updates:
+    def updates_by(self, update: Callable[[Callable[[], object]], None], clips: bool = True) -> Updates:
         """In every step that the engine makes, `update` is called in place of its optimizer's own update, which it is
-        given. Returns that optimizer. Raises UsageError where it makes no update by itself."""
+        given. Not `clips`: with the gradient as it is, whatever the configuration says. Returns that optimizer. Raises
+        UsageError where it makes no update by itself."""
         ...
 
     def take(self) -> dict[str, torch.Tensor]:

@@ -86,7 +86,6 @@ def train(config: dict[str, Any]) -> None:
             "train_batch_size": config["batch"],
             "train_micro_batch_size_per_gpu": config["micro"],
             "zero_optimization": {"stage": config["stage"]},
-            **config.get("top", {}),
         },
     )
     for _ in elastic.epochs():

@@ -15,7 +15,7 @@ from convex import DIMENSIONS, objective, optimum
 from crew import Crew, Outcome
 from islands import BATCH, Net
 from server_ranks import serve
-from test_bounded_staleness import STEPS, expected
+from test_bounded_staleness import CLIP, STEPS, expected
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.data.steps import join
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.processes
 
 SERVED = CommunicationSettings("async", "parameter_server", staleness=2, every_steps=5)
 EXACT = CommunicationSettings("async", "parameter_server", staleness=0, every_steps=5)
-CONFIG: dict[str, Any] = {"optimizer": "adamw", "decays": True}
+# Clipping that bites, and a rate of each step's own.
+CONFIG: dict[str, Any] = {"optimizer": "adamw", "decays": True, "top": {"gradient_clipping": CLIP}}
 
 
 @contextmanager
@@ -85,11 +86,12 @@ def _steps(outcome: Outcome) -> list[int]:
     return [report.step for report in outcome.reports]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_staleness_it_is_plain_torch(crew: Crew, tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "clip"), [("sgd", CLIP), ("adamw", CLIP), ("adamw", None)])
+def test_without_staleness_it_is_plain_torch(crew: Crew, tmp_path: Path, optimizer: str, clip: float | None) -> None:
     with servers(2) as made:
-        told = _run(crew, tmp_path, (0, 0, 1), made, config={"optimizer": optimizer})
-    assert _distance(told, expected(0, 5, optimizer, clip=None)) < 2e-5
+        config = {"optimizer": optimizer, "top": {"gradient_clipping": clip or 0.0}}
+        told = _run(crew, tmp_path, (0, 0, 1), made, config=config)
+    assert _distance(told, expected(0, 5, optimizer, clip=clip)) < 2e-5
     (remark,) = [report.travel for report in told[0].reports if report.travel]
     assert remark.startswith("parameter_server: at most 0 updates are missing")
     numbers = sum(parameter.numel() for parameter in Net().parameters())
@@ -137,7 +139,7 @@ def test_a_rank_is_lost_and_then_a_server(crew: Crew, tmp_path: Path) -> None:
         crew.replace(1)
 
         told = _run(crew, tmp_path, (0, 0), made, checkpoint=_newest(tmp_path))
-    assert _distance(told, expected(0, 5, clip=None)) < 2e-5
+    assert _distance(told, expected(0, 5)) < 2e-5
     assert _steps(told[0]) == list(range(11, STEPS + 1))
 
 
@@ -164,7 +166,7 @@ def test_after_the_loss_of_a_node_the_run_goes_on_from_the_other_servers(
         assert set(lost) <= {"ended", "collective_failed"}
         told = {"in_loop": in_loop, "points": True}
         left = _run(crew, tmp_path, (0, 1), made, config=told, checkpoint=_newest(tmp_path) if saved else None)
-    assert _distance(left, expected(0, 5, clip=None)) < 2e-5
+    assert _distance(left, expected(0, 5)) < 2e-5
     for number, outcome in enumerate(left):
         assert _steps(outcome) == list(range(saved + 1, STEPS + 1))
         begun = [point for point in crew.members[number].points if point.startswith("begins")]
@@ -195,7 +197,7 @@ def test_what_was_taken_over_survives_the_next_loss(crew: Crew, tmp_path: Path) 
                 crew.outcome(number)
         assert _saved(tmp_path) == [5]
         (left,) = _run(crew, tmp_path, nodes, made, config={"points": True}, checkpoint=checkpoint)
-    assert _distance([left], expected(0, 5, clip=None)) < 2e-5
+    assert _distance([left], expected(0, 5)) < 2e-5
     assert crew.members[0].points[0] == "begins step 10"
     assert [report.positions for report in left.reports] == [
         ((step * BATCH, (step + 1) * BATCH),) for step in range(5, STEPS)
@@ -214,7 +216,7 @@ def test_where_both_copies_of_a_shard_are_lost_the_run_goes_back_to_what_was_sav
         crew.abort(0, "two nodes are lost")
         crew.outcome(0)
         told = _run(crew, tmp_path, (0,), made, config={"points": True}, checkpoint=_newest(tmp_path))
-    assert _distance(told, expected(0, 5, clip=None)) < 2e-5
+    assert _distance(told, expected(0, 5)) < 2e-5
     assert crew.members[0].points[0] == "begins step 6"
 
 
@@ -227,7 +229,7 @@ def test_another_number_of_ranks_and_other_semantics(crew: Crew, tmp_path: Path)
             _run(crew, tmp_path, nodes, made, settings, checkpoint=checkpoint, end_at=end_at)
             checkpoint = _newest(tmp_path)
         told = _run(crew, tmp_path, (0, 1, 2), made, checkpoint=checkpoint)
-    assert _distance(told, expected(0, 5, clip=None)) < 2e-5
+    assert _distance(told, expected(0, 5)) < 2e-5
 
 
 def test_a_script_that_ends_within_a_round_loses_no_gradient(crew: Crew, tmp_path: Path) -> None:
@@ -255,10 +257,12 @@ def test_a_gradient_that_is_not_finite_is_not_sent(crew: Crew, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("top", "why"), [({"gradient_clipping": 1.0}, "gradient_clipping"), ({"bf16": {"enabled": True}}, "fp32")]
+    ("changed", "why"),
+    [({"top": {"bf16": {"enabled": True}}}, "fp32"), ({"servers": None}, "is for runs on a cluster")],
 )
-def test_what_a_server_cannot_do_is_refused(crew: Crew, tmp_path: Path, top: dict[str, Any], why: str) -> None:
-    config, common = _told(tmp_path, (0,), [(("127.0.0.1", 1), None)], EXACT, {"top": top})
+def test_what_cannot_be_honoured_is_refused(crew: Crew, tmp_path: Path, changed: dict[str, Any], why: str) -> None:
+    config, common = _told(tmp_path, (0,), [(("127.0.0.1", 1), None)], EXACT, {})
+    config |= changed
     (outcome,) = crew.run((0,), "islands.train", config, **common)
     assert outcome.result.kind == "usage_error"
     assert why in outcome.result.message
@@ -269,7 +273,6 @@ def test_it_comes_to_the_optimum(crew: Crew, tmp_path: Path) -> None:
     ridge, settings = 0.05, CommunicationSettings("async", "parameter_server", staleness=3, every_steps=60)
     with servers(2) as made:
         config = {"stage": 0, "lr": 0.3, "batch": 960, "micro": 480, "ridge": ridge, "url": str(tmp_path)}
-        config |= {"top": {"gradient_clipping": 0.0}}
         outcomes = crew.run(
             (0, 1), "convex.train", {**config, "servers": [address for address, _ in made]},
             batch=BatchSettings(max_steps=240), max_world_size=4, communication=settings, nodes=(0, 1),

@@ -116,7 +116,7 @@ def test_after_a_killed_node_the_run_goes_on_from_the_servers_of_the_others(
     cluster: LocalCluster, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """The node's worker, agent and server are gone at once. Saved was step 6; steps 7 and 8 are not computed again."""
-    config = {**_CONFIG, "stage": 0, "clip": 0.0}
+    config = {**_CONFIG, "stage": 0}
     served = CommunicationSettings("async", "parameter_server", staleness=0, every_steps=3)
     run = Run(cluster, tmp_path, config=config, memory={"every_steps": 1}, communication=served)
     run.allow(8)

@@ -268,7 +268,7 @@ def test_a_newer_generation_shuts_out_the_one_before() -> None:
 
 def _taken(made: ps.Cluster, whole: Whole) -> torch.Tensor:
     parts = [
-        read_shard(made.view.addresses[name], ps.TOKEN, whole, shard, 0) for shard, name in enumerate(whole.holders)
+        read_shard(made.view.addresses[name], ps.TOKEN, whole, shard, 0, {}) for shard, name in enumerate(whole.holders)
     ]
     return torch.cat([tensors[name] for _, tensors in parts for name in tensors if name.endswith("/parameter")])
 
@@ -289,9 +289,9 @@ def test_a_generation_that_is_over_leaves_its_state_until_the_next_one_has_begun
         found = freeze(ranks.view.addresses, ps.TOKEN, 6)
         assert {name: len(copies) for name, copies in found.items()} == {"s1": 2}, "a replica and a primary"
         whole = newest_whole(found)
-        assert whole == Whole(5, 2, 2, ("s1", "s1"))
+        assert whole == Whole(5, 2, 2, ("s1", "s1"), ({}, {}))
         assert torch.equal(_taken(made, whole), ranks.expected(2))
-        notes = notes_of(read_shard(made.view.addresses["s1"], ps.TOKEN, whole, 0, 1)[0])
+        notes = notes_of(read_shard(made.view.addresses["s1"], ps.TOKEN, whole, 0, 1, {})[0])
         assert notes == {2: {0: "0 in 2", 1: "1 in 2"}}, "of the steps that are asked for"
         # The update before was made, too, and can be had again.
         assert torch.equal(_taken(made, replace(whole, version=1)), ranks.expected(1))
@@ -319,4 +319,4 @@ def test_what_did_not_arrive_as_it_was_sent_is_refused(monkeypatch: pytest.Monke
         freeze(ranks.view.addresses, ps.TOKEN, 6)
         monkeypatch.setattr("elastic.comm.server.frozen.hash_of", lambda tensors: "another")
         with pytest.raises(IntegrityError, match="did not arrive as it was sent"):
-            read_shard(made.view.addresses["s0"], ps.TOKEN, Whole(5, 0, 2, ()), 0, 0)
+            read_shard(made.view.addresses["s0"], ps.TOKEN, Whole(5, 0, 2, ()), 0, 0, {})

@@ -43,10 +43,10 @@ def freeze(addresses: Mapping[str, Address], token: bytes, generation: int) -> d
 
 
 def read_shard(
-    address: Address, token: bytes, whole: Whole, shard: int, noted: int
+    address: Address, token: bytes, whole: Whole, shard: int, noted: int, scales: Mapping[int, float]
 ) -> tuple[Message, Mapping[str, torch.Tensor]]:
     """One shard of `whole`, and in its answer the notes of steps after `noted`. Raises IntegrityError, OSError."""
-    answer, tensors = _asked(address, token, ReadFrozen(shard, whole.epoch, whole.version, noted))
+    answer, tensors = _asked(address, token, ReadFrozen(shard, whole.epoch, whole.version, noted, scales))
     if hash_of(tensors.values()) != answer["xxh3"]:
         raise IntegrityError(f"shard {shard} after update {whole.version} did not arrive as it was sent")
     return answer, tensors

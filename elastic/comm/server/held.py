@@ -61,7 +61,7 @@ class Held:
             shard = next((own[1] for own in known if own is not None and own[0] == request.epoch), None)
             if shard is None:
                 raise Fenced(f"shard {self.number} is not held here as generation {request.epoch} has left it")
-            state = {name: tensor.clone() for name, tensor in shard.at(request.version).items()}
+            state = {name: tensor.clone() for name, tensor in shard.at(request.version, request.scales).items()}
             notes = [
                 [step, rank, note]
                 for step, own in sorted(shard.notes.items())
@@ -74,4 +74,4 @@ class Held:
 def _described(number: int, epoch: int, shard: Shard) -> HeldCopy:
     ranks, (first, last) = shard.spec.micros, shard.given
     closed = tuple(step for step, notes in shard.notes.items() if len(notes) == ranks)
-    return HeldCopy(epoch, number, shard.spec.shards, ranks, first, last, closed)
+    return HeldCopy(epoch, number, shard.spec.shards, ranks, first, last, closed, shard.squares())

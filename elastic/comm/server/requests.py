@@ -7,7 +7,7 @@ tensors follow where it names them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class Apply:
     epoch: int
     version: int
     batch: Batch
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ class Advance:
     gradients of the first `steps` steps of rank `rank`, micro-batches step * ranks + rank.
 
     Answered as `Pull` with the parameters after as many updates as all ranks have steps, `version` at least; with
-    `waits` true where there are not so many after `wait_s`.
+    `waits` true where there are not so many after `wait_s`. With `measures` no update is made: the answer has their
+    number, and the squared norms of the gradients of the last updates and of those to be made. Then the same request
+    comes with that number, or a lower one, as `until`: no more updates are made, each by its part in `scales`.
     """
 
     shard: int
@@ -115,6 +118,9 @@ class Advance:
     version: int
     have: int
     wait_s: float
+    measures: bool = False
+    until: int | None = None
+    scales: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,7 @@ class ReadFrozen:
     epoch: int
     version: int
     noted: int
+    scales: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ Options = tuple[dict[str, Any], ...]
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
 }  # fmt: skip
+# A shard is behind another by less than the staleness of a run.
+KEPT_SQUARES = 1000
 _STATE, _PENDING, _CUT = "state", "pending", "cut"
 PARAMETER, STEP = "parameter", "step"
 
@@ -51,6 +53,8 @@ class ShardSpec:
     # The state before the last update stays, too.
     keeps_last: bool = False
     shards: int = 1
+    # Updates are made with a part of their gradient, by the norm of all of it.
+    clips: bool = False
 
 
 class Shard:
@@ -75,6 +79,8 @@ class Shard:
         self._cuts: dict[int, dict[str, torch.Tensor]] = {}
         # By step and rank, from the newest `forget` on: see `Close`.
         self.notes: dict[int, dict[int, str]] = {}
+        # Of the last updates: the squared norm of this shard's part of their mean gradient.
+        self._squares: dict[int, float] = {}
         groups = []
         for label, begin, end, options in pieces(spec):
             view = self.flat[begin - spec.begin : end - spec.begin]
@@ -103,15 +109,33 @@ class Shard:
         """The gradients of a batch that are not here."""
         return [part for part in batch if (part.micro, part.number) not in self._pending]
 
-    def apply(self, version: int, batch: Batch) -> None:
-        """The update from `version` to the next with the mean of a batch's gradients, added up in the batch's order."""
-        if version != self.version or (lost := self.missing(batch)):
-            why = f"is at {self.version}" if version != self.version else f"does not have {lost}"
-            raise IntegrityError(f"a shard that {why} cannot make update {version}")
+    def squares(self) -> dict[int, float]:
+        """By version, of the last updates and of all that can be made: the squared norm of the mean gradient here.
+        Empty where gradients are not clipped."""
+        last = self.given[1] if self.spec.clips else 0
+        for version in range(self.version, last):
+            if version not in self._squares:
+                self._squares[version] = _square(self._mean(rank_batch(version, self.spec.micros)))
+        return self._squares
+
+    def _mean(self, batch: Batch) -> torch.Tensor:
         total = torch.zeros_like(self.flat)
         for part in batch:
             total += self._pending[part.micro, part.number]
-        total /= self.spec.micros
+        return total.div_(self.spec.micros)
+
+    def apply(self, version: int, batch: Batch, scale: float | None = None) -> None:
+        """The update from `version` to the next with the mean of a batch's gradients, added up in the batch's order,
+        times `scale` where gradients are clipped."""
+        if version != self.version or (lost := self.missing(batch)):
+            why = f"is at {self.version}" if version != self.version else f"does not have {lost}"
+            raise IntegrityError(f"a shard that {why} cannot make update {version}")
+        total = self._mean(batch)
+        if self.spec.clips:
+            if scale is None:
+                raise IntegrityError(f"update {version} cannot be made: nobody has said by how much it is clipped")
+            self._squares.setdefault(version, _square(total))
+            total *= scale
         if self.spec.keeps_last:
             self._cuts = {version: {name: tensor.clone() for name, tensor in self.state().items()}}
         factor = self.spec.rates[min(version, len(self.spec.rates) - 1)]
@@ -125,6 +149,7 @@ class Shard:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.version += 1
+        self._squares = {at: square for at, square in self._squares.items() if at >= version - KEPT_SQUARES}
         self._drop({part.micro for part in batch})
         if self.spec.cut_every and self.version % self.spec.cut_every == 0:
             self._cuts[self.version] = {name: tensor.clone() for name, tensor in self.state().items()}
@@ -147,10 +172,12 @@ class Shard:
             last += 1
         return min((*self._cuts, self.version)), last
 
-    def at(self, version: int) -> Tensors:
-        """The state after so many updates, of those that are `given`; updates that are lacking are made."""
+    def at(self, version: int, scales: Mapping[int, float]) -> Tensors:
+        """The state after so many updates, of those that are `given`; updates that are lacking are made, by `scales`
+        where gradients are clipped."""
         while self.version < version:
-            self.apply(self.version, rank_batch(self.version, self.spec.micros))
+            batch = rank_batch(self.version, self.spec.micros)
+            self.apply(self.version, batch, scales.get(self.version))
         return self.state() if version == self.version else self._cuts[version]
 
     def close(self, step: int, rank: int, note: str, forget: int) -> None:
@@ -182,13 +209,15 @@ class Shard:
         options = [[*key, list(each)] for key, each in self._options.items()]
         notes = [[step, rank, note] for step, own in self.notes.items() for rank, note in own.items()]
         place = {"version": self.version, "below": self._below, "above": sorted(self._above)}
-        return {**place, "options": options, "notes": notes}, tensors
+        squares = [*self._squares.items()]
+        return {**place, "options": options, "notes": notes, "squares": squares}, tensors
 
 
 def from_everything(spec: ShardSpec, meta: Mapping[str, Any], tensors: Tensors) -> Shard:
     shard = Shard(spec, meta["version"], below(_STATE, tensors))
     shard._below, shard._above = meta["below"], set(meta["above"])
     shard._options = {(micro, number): tuple(each) for micro, number, each in meta["options"]}
+    shard._squares = {int(version): square for version, square in meta["squares"]}
     for step, rank, note in meta["notes"]:
         shard.close(step, rank, note, 0)
     for name, gradient in below(_PENDING, tensors).items():
@@ -206,6 +235,10 @@ def fresh(spec: ShardSpec, version: int, next_micro: int, missing: tuple[int, ..
     shard._below = min(missing, default=next_micro)
     shard._above = set(range(shard._below, next_micro)) - set(missing)
     return shard
+
+
+def _square(gradient: torch.Tensor) -> float:
+    return float(gradient.double().square().sum())
 
 
 def below(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -194,7 +194,7 @@ class ShardServer:
                 return {}, ()
             case Apply():
                 shard = self._own(held, request.epoch, "replica")
-                shard.apply(request.version, request.batch)
+                shard.apply(request.version, request.batch, request.scale)
                 return {"digest": shard.digest()}, ()
             case Pull():
                 return _parameters(self._advanced(held, request.epoch, request.version, request.batches), request.have)
@@ -298,7 +298,14 @@ class ShardServer:
                 raise
             raise CollectiveFailed(f"the replica of shard {held.number} is lost: {error}") from error
 
-    def _advanced(self, held: Held, epoch: int, version: int, batches: Mapping[int, Batch]) -> Shard:
+    def _advanced(
+        self,
+        held: Held,
+        epoch: int,
+        version: int,
+        batches: Mapping[int, Batch],
+        scales: Mapping[int, float] | None = None,
+    ) -> Shard:
         """The shard after at least `version` updates, on both copies."""
         shard = self._own(held, epoch)
         # Also where no update is lacking: its answer is a promise for both copies.
@@ -307,8 +314,9 @@ class ShardServer:
             lost = shard.missing(batches[at]) if at in batches else [f"the batch of update {at}"]
             if lost:
                 raise IntegrityError(f"shard {held.number} does not have {lost}, which was acknowledged")
-            answer = self._forward(held, Apply(held.number, epoch, at, batches[at]))
-            shard.apply(at, batches[at])
+            scale = (scales or {}).get(at)
+            answer = self._forward(held, Apply(held.number, epoch, at, batches[at], scale))
+            shard.apply(at, batches[at], scale)
             if answer and answer["digest"] != shard.digest():
                 held.unlink()
                 raise IntegrityError(f"the copies of shard {held.number} differ after update {at}")
@@ -329,8 +337,11 @@ class ShardServer:
             left_s = until - time.monotonic()
             if left_s <= 0 or not held.changed.wait(left_s):
                 return {"waits": True}, ()
+        if request.measures:
+            return {"done": done, "version": shard.version, "squares": [*shard.squares().items()]}, ()
+        done = done if request.until is None else min(done, request.until)
         batches = {at: rank_batch(at, ranks) for at in range(shard.version, done)}
-        return _parameters(self._advanced(held, request.epoch, done, batches), request.have)
+        return _parameters(self._advanced(held, request.epoch, done, batches, request.scales), request.have)
 
     def _told(self, held: Held, request: Tell) -> Answer:
         until = time.monotonic() + request.wait_s

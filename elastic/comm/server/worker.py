@@ -72,11 +72,12 @@ class FlatModel:
         cut_every: int = 0,
         rates: Sequence[float] = (1.0,),
         keeps_last: bool = False,
+        clips: bool = False,
     ) -> tuple[ShardSpec, ...]:
         """One per shard. The optimizer's learning rates are multiplied by `rates[version]`; the last one holds on."""
         kind = type(self._optimizer).__name__
         return tuple(
-            ShardSpec(begin, end, kind, self.groups(), micros, cut_every, tuple(rates), keeps_last, shards)
+            ShardSpec(begin, end, kind, self.groups(), micros, cut_every, tuple(rates), keeps_last, shards, clips)
             for begin, end in flat_ranges(self.numbers, shards)
         )
 

@@ -29,11 +29,12 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.core.checkpoint.rounds import PARAMETER_SERVER, Rounds
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError
-from elastic.core.server.continuing import Saved, Whole, goes_on_from, newest_whole
+from elastic.core.server.continuing import Saved, Whole, goes_on_from, newest_whole, scales_of
 from elastic.core.server.global_batches import rank_part
 from elastic.core.server.placement import generation_view
 from elastic.core.settings import CommunicationSettings
 from elastic.core.typed_json import decode, encode
+from elastic.transport.channel import Message
 from elastic.transport.handshake import Address
 
 # A server that does not answer is on a node that is lost: the generation ends, and the run goes on without it.
@@ -65,11 +66,12 @@ class ServedUpdates(Shares):
         watched: bool,
         model: FlatModel,
         access: Access,
+        clip: float,
     ) -> None:
         """`nodes[rank]`: the rank's node. `watched`: a gradient that is not finite is not sent; the engine's step is
-        judged by it."""
+        judged by it. `clip`: the norm to which gradients are clipped; 0.0: to none."""
         self._settings, self._generation, self._nodes, self._watched = settings, generation, nodes, watched
-        self._group = group
+        self._group, self._clip = group, clip
         self._rounds, self._model, self._access = Rounds.of(settings), model, access
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._client: ShardClient | None = None
@@ -105,7 +107,10 @@ class ServedUpdates(Shares):
             whole, token = chosen[0], self._access.token
             if whole is None:
                 return None
-            parts = [read_shard(addresses[at], token, whole, shard, step) for shard, at in enumerate(whole.holders)]
+            scales = scales_of(whole.squares, self._clip)
+            parts = [
+                read_shard(addresses[at], token, whole, shard, step, scales) for shard, at in enumerate(whole.holders)
+            ]
         state = joined(item for _, tensors in parts for item in tensors.items())
         notes = {at: [json.loads(own[rank]) for rank in sorted(own)] for at, own in notes_of(parts[LEAD][0]).items()}
         reports = {at: [note["report"] for note in own] for at, own in notes.items()}
@@ -173,7 +178,7 @@ class ServedUpdates(Shares):
         if self._rank == 0:
             client.announce(view)
         dist.barrier(group=self._group)
-        specs = self._model.specs(len(first), self._ranks, keeps_last=True)
+        specs = self._model.specs(len(first), self._ranks, keeps_last=True, clips=self._clip > 0.0)
         if self._rank in first:
             shard, state = first.index(self._rank), self._model.state()
             spec = specs[shard]
@@ -196,7 +201,8 @@ class ServedUpdates(Shares):
         whole = newest_whole(freeze(addresses, token, self._generation))
         if whole is None or whole.version <= saved.step:
             return None
-        notes = notes_of(read_shard(addresses[whole.holders[LEAD]], token, whole, LEAD, saved.step)[0])
+        scales = scales_of(whole.squares, self._clip)
+        notes = notes_of(read_shard(addresses[whole.holders[LEAD]], token, whole, LEAD, saved.step, scales)[0])
         steps = [step for step, own in notes.items() if len(own) == whole.ranks]
         if steps != [*range(saved.step + 1, whole.version + 1)]:
             return None
@@ -228,31 +234,50 @@ class ServedUpdates(Shares):
 
     def _pulled(self, flat: torch.Tensor, version: int) -> None:
         """Into `flat` the newest parameters, of at least `version` updates."""
+        measured = self._measured(version)
 
         def pull(shard: int) -> None:
             begin, end = self._ranges[shard]
-            self._versions[shard], tensors = self._advanced(shard, version, self._versions[shard])
+            message, tensors = self._advanced(shard, version, self._versions[shard], *measured)
+            self._versions[shard] = message["version"]
             if tensors:
                 flat[begin:end] = tensors["parameters"]
 
         self._connected().each(pull)
 
-    def _advanced(self, shard: int, version: int, have: int) -> tuple[int, dict[str, torch.Tensor]]:
-        client, wait_s = self._connected(), WAIT_S
+    def _measured(self, version: int) -> tuple[int | None, dict[int, float]]:
+        """Where gradients are clipped: how many updates all shards can make, and the part of each gradient."""
+        if self._clip <= 0.0:
+            return None, {}
+        told = self._connected().each(lambda shard: self._advanced(shard, version, self._steps, measures=True)[0])
+        squares = [{int(at): float(square) for at, square in message["squares"]} for message in told]
+        return min(message["done"] for message in told), scales_of(squares, self._clip)
+
+    def _advanced(
+        self,
+        shard: int,
+        version: int,
+        have: int,
+        until: int | None = None,
+        scales: Mapping[int, float] | None = None,
+        measures: bool = False,
+    ) -> tuple[Message, dict[str, torch.Tensor]]:
+        client, rank, steps, parts = self._connected(), self._rank, self._steps, scales or {}
         while True:
             message, tensors = client.ask(
-                shard, lambda epoch: Advance(shard, epoch, self._rank, self._steps, version, have, wait_s)
+                shard, lambda epoch: Advance(shard, epoch, rank, steps, version, have, WAIT_S, measures, until, parts)
             )
             if not message.get("waits"):
-                return message["version"], tensors
+                return message, tensors
 
     def _settle(self) -> None:
         """Take the state after exactly the steps that this rank has made: no rank makes another one before that. Waits
         for the slowest."""
         client, steps = self._connected(), self._steps
+        measured = self._measured(steps)
 
         def read(shard: int) -> dict[str, torch.Tensor]:
-            self._advanced(shard, steps, steps)
+            self._advanced(shard, steps, steps, *measured)
             message, tensors = client.ask(shard, lambda epoch: ReadState(shard, epoch))
             if message["version"] != steps:
                 raise IntegrityError(f"shard {shard} has made {message['version']} updates, not {steps}")

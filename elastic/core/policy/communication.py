@@ -169,7 +169,7 @@ def _refused_rounds(settings: CommunicationSettings) -> str | None:
     return None
 
 
-def refused_beside(deepspeed: Mapping[str, Any], semantics: str = "exact", strategy: str = AUTO) -> str | None:
+def refused_beside(deepspeed: Mapping[str, Any], semantics: str = "exact") -> str | None:
     """Why gradients cannot travel by a strategy under this DeepSpeed configuration, as a sentence; None where they can.
     The engine says the same when it is built."""
     zero = deepspeed.get("zero_optimization") or {}
@@ -177,9 +177,6 @@ def refused_beside(deepspeed: Mapping[str, Any], semantics: str = "exact", strat
     offload = zero.get("offload_optimizer") or {}
     late = semantics == "async"
     found = {
-        "gradient_clipping above 0.0 (DeepSpeed's default) where a parameter server makes the updates (strategy: "
-        "parameter_server), of which no shard has the whole gradient": strategy == PARAMETER_SERVER
-        and (deepspeed.get("gradient_clipping") or 0.0) > 0.0,
         f"ZeRO stage {stage}, which reduces in every backward pass": stage > 1,
         "ZeRO stage 1 where islands train by themselves (semantics: local)": stage == 1 and semantics == "local",
         "ZeRO stage 1 where gradients are applied late (semantics: async)": stage == 1 and late,

@@ -8,8 +8,9 @@ among them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class HeldCopy:
     first: int
     last: int
     closed: tuple[int, ...] = ()
+    # By version, of as many of the last and of the next updates as are known: see `scales_of`.
+    squares: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Whole:
     version: int
     ranks: int
     holders: tuple[str, ...]
+    squares: tuple[Mapping[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,24 @@ def newest_whole(held: Mapping[str, Sequence[HeldCopy]]) -> Whole | None:
     epoch = max((copy.epoch for _, copy in copies), default=None)
     copies = [(name, copy) for name, copy in copies if copy.epoch == epoch]
     for version in sorted({step for _, copy in copies for step in copy.closed}, reverse=True):
-        holders = {copy.shard: name for name, copy in reversed(copies) if copy.first <= version <= copy.last}
+        found = {copy.shard: (name, copy) for name, copy in reversed(copies) if copy.first <= version <= copy.last}
         some = copies[0][1]
-        if epoch is not None and holders.keys() == set(range(some.shards)):
-            return Whole(epoch, version, some.ranks, tuple(holders[shard] for shard in range(some.shards)))
+        if epoch is not None and found.keys() == set(range(some.shards)):
+            chosen = [found[shard] for shard in range(some.shards)]
+            holders, squares = (name for name, _ in chosen), (copy.squares for _, copy in chosen)
+            return Whole(epoch, version, some.ranks, tuple(holders), tuple(squares))
     return None
+
+
+def scales_of(squares: Sequence[Mapping[int, float]], clip: float) -> dict[int, float]:
+    """By which factor each update's gradient is clipped to the norm `clip` (0: to none), where all shards know the
+    square of its norm in their part. The same on every rank, bit for bit: in the order of the shards."""
+    if clip <= 0.0:
+        return {}
+    known = set(squares[0]).intersection(*squares[1:])
+    norms = {version: math.sqrt(sum(own[version] for own in squares)) for version in known}
+    # As torch.nn.utils.clip_grad_norm_.
+    return {version: min(1.0, clip / (norm + 1e-6)) for version, norm in norms.items()}
 
 
 def goes_on_from(whole: Whole, origin: Saved, saved: Saved) -> bool:

@@ -12,7 +12,7 @@ from elastic.comm.strategies.parameter_server import Access, ServedUpdates
 from elastic.comm.strategies.reduction import Reduction
 from elastic.core.checkpoint.rounds import PARAMETER_SERVER, islands_of
 from elastic.core.errors import UsageError
-from elastic.core.policy.communication import refused_beside, refused_communication, refused_in_rounds
+from elastic.core.policy.communication import refused_communication, refused_in_rounds
 from elastic.core.policy.hops import Islands
 from elastic.engines.base import Engine
 from elastic.training.scope import GenerationScope
@@ -47,13 +47,14 @@ def reduce_gradients(
                 "communication.strategy: parameter_server is for runs on a cluster, whose nodes have the servers; use "
                 "bounded_staleness here"
             )
-        if (clip := engine.native.gradient_clipping()) > 0.0:
-            raise UsageError(refused_beside({"gradient_clipping": clip}, asked.semantics, asked.strategy) or "")
         engine.sums.reduce_by(lambda gradients: None)
-        engine.sums.updates_by(lambda own: served.update(own))
+        engine.sums.updates_by(lambda own: served.update(own), clips=False)
         model = FlatModel(engine.module, engine.native.optimizer)
         access = Access(*found, scope.check, connects_to)
-        served = ServedUpdates(asked, spec.generation, nodes, engine.data_group, engine.ledger, watched, model, access)
+        clip = float(engine.native.gradient_clipping())
+        served = ServedUpdates(
+            asked, spec.generation, nodes, engine.data_group, engine.ledger, watched, model, access, clip
+        )
         return served
     if asked.semantics == "async":
         late = BoundedStaleness(asked, engine.data_group, engine.ledger, watched, engine.sums.updates_by)

@@ -136,7 +136,7 @@ def _check_communication(settings: RunSettings) -> None:
     asked, config = settings.communication, settings.engine_config
     if asked is not None and (
         refused := refused_communication(asked, settings.engine, settings.mesh.tp, settings.mesh.ep, settings.mesh.pp)
-        or refused_beside(config or {}, asked.semantics, asked.strategy)
+        or refused_beside(config or {}, asked.semantics)
         or refused_in_rounds(
             asked,
             settings.mesh.sp,

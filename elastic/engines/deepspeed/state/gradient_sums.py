@@ -107,11 +107,13 @@ class _Sums:
 
         native.step = stepping
 
-    def updates_by(self, update: Callable[[Callable[[], object]], None]) -> Updates:
+    def updates_by(self, update: Callable[[Callable[[], object]], None], clips: bool = True) -> Updates:
         native = self._native
         if native.zero_optimization() or native.bfloat16_enabled():
             raise UsageError("communication.semantics: async is supported in ZeRO stage 0 and fp32")
         made, step = _Updates(native), native.step
+        if not clips:
+            native.clip_fp32_gradients = lambda: None
 
         def stepping(*args: Any, **kwargs: Any) -> Any:
             if not native.is_gradient_accumulation_boundary():

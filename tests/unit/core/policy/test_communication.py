@@ -146,10 +146,6 @@ def test_a_parameter_server_must_be_named_and_granted() -> None:
     for policy, bad in (("rollback", False), ("stop", False), ("off", False), ("skip", True)):
         refused = refused_in_rounds(served, 1, audited=False, measured=False, anomalies=policy)
         assert bad == ("anomalies.policy: skip" in (refused or ""))
-    for clip in (None, 0.0):
-        assert refused_beside({"gradient_clipping": clip}, "async", "parameter_server") is None
-    assert "gradient_clipping" in (refused_beside({"gradient_clipping": 0.5}, "async", "parameter_server") or "")
-    assert refused_beside({"gradient_clipping": 0.5}, "async") is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic.core.server.continuing import HeldCopy, Saved, Whole, goes_on_from, newest_whole
+from elastic.core.server.continuing import HeldCopy, Saved, Whole, goes_on_from, newest_whole, scales_of
 
 
 def copy(shard: int, first: int, last: int, closed: tuple[int, ...] = (), epoch: int = 3) -> HeldCopy:
@@ -15,8 +15,8 @@ def copy(shard: int, first: int, last: int, closed: tuple[int, ...] = (), epoch:
 
 def test_the_newest_version_that_every_shard_gives_and_every_rank_has_closed() -> None:
     held = {"a": [copy(0, 6, 8, (6, 7)), copy(1, 5, 6)], "b": [copy(1, 5, 7)]}
-    assert newest_whole(held) == Whole(3, 7, 2, ("a", "b"))
-    assert newest_whole({"a": held["a"]}) == Whole(3, 6, 2, ("a", "a"))
+    assert newest_whole(held) == Whole(3, 7, 2, ("a", "b"), ({}, {}))
+    assert newest_whole({"a": held["a"]}) == Whole(3, 6, 2, ("a", "a"), ({}, {}))
     assert newest_whole({"a": [copy(0, 6, 8, (6, 7))], "b": []}) is None, "a shard is gone"
     assert newest_whole({"a": [copy(0, 6, 8), copy(1, 5, 9)]}) is None, "nobody knows what the steps were"
     assert newest_whole({}) is None
@@ -37,6 +37,12 @@ def test_only_what_followed_the_state_that_was_saved() -> None:
     assert not goes_on_from(whole, origin, Saved(8, 2)), "another history"
     assert not goes_on_from(whole, origin, Saved(9, 3)), "nothing is newer"
     assert goes_on_from(whole, Saved(), Saved())
+
+
+def test_a_gradient_is_clipped_by_the_norm_of_all_shards() -> None:
+    squares = [{4: 9.0, 5: 0.01, 6: 1.0}, {4: 16.0, 5: 0.0}]
+    assert scales_of(squares, 0.0) == {}
+    assert scales_of(squares, 1.0) == {4: pytest.approx(1 / 5, rel=1e-6), 5: 1.0}, "of update 6 one shard knows nothing"
 
 
 @dataclass

@@ -81,12 +81,6 @@ def test_a_mesh_that_the_fewest_workers_cannot_form_is_checked_with_the_fewest_t
             "bf16 where gradients are applied late (semantics: async); leave one of them out",
         ),
         (
-            changed(communication=SERVED, engine_config={"gradient_clipping": 1.0}),
-            None,
-            "communication",
-            "gradient_clipping above 0.0 (DeepSpeed's default) where a parameter server makes the updates",
-        ),
-        (
             changed(communication=SERVED, anomalies=AnomalySettings("skip")),
             None,
             "communication",
