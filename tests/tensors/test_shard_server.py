@@ -20,7 +20,7 @@ from elastic.comm.server.shard_client import ShardClient
 from elastic.comm.server.shard_server import ShardServer
 from elastic.comm.server.worker import FlatModel
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, UsageError
-from elastic.core.server.continuing import Whole, newest_whole
+from elastic.core.server.continuing import Whole, newest_whole, scales_of
 from elastic.core.server.global_batches import begin, rank_part
 from elastic.core.server.placement import generation_view, next_view
 from elastic.store.open import open_objects
@@ -188,12 +188,12 @@ def test_nobody_without_the_token_is_served() -> None:
 class _Ranks:
     """A run of two ranks with a micro-batch each in every step; the test sends what each of them would."""
 
-    def __init__(self, made: ps.Cluster) -> None:
-        net = ps.model()
+    def __init__(self, made: ps.Cluster, clip: float = 0.0) -> None:
+        net, self.clip = ps.model(), clip
         flat = FlatModel(net, ps.adamw(net))
         self.client, self.view = made.client, generation_view(5, made.view.addresses)
         self.client.announce(self.view)
-        self.specs = flat.specs(2, micros=2, keeps_last=True)
+        self.specs = flat.specs(2, micros=2, keeps_last=True, clips=clip > 0.0)
         for number, shard in enumerate(flat.shards(self.specs)):
             self.client.load_shard(number, shard)
         self.net, self.flat = net, flat
@@ -230,6 +230,8 @@ class _Ranks:
         for gradient in gradients:
             for parameter, own in zip(net.parameters(), gradient, strict=True):
                 parameter.grad = own
+            if self.clip:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), self.clip)
             optimizer.step()
         return FlatModel(net, optimizer).parameters()
 
@@ -266,9 +268,11 @@ def test_a_newer_generation_shuts_out_the_one_before() -> None:
         other.close()
 
 
-def _taken(made: ps.Cluster, whole: Whole) -> torch.Tensor:
+def _taken(made: ps.Cluster, whole: Whole, clip: float = 0.0) -> torch.Tensor:
+    scales = scales_of(whole.squares, clip)
     parts = [
-        read_shard(made.view.addresses[name], ps.TOKEN, whole, shard, 0, {}) for shard, name in enumerate(whole.holders)
+        read_shard(made.view.addresses[name], ps.TOKEN, whole, shard, 0, scales)
+        for shard, name in enumerate(whole.holders)
     ]
     return torch.cat([tensors[name] for _, tensors in parts for name in tensors if name.endswith("/parameter")])
 
@@ -311,6 +315,34 @@ def test_a_generation_that_is_over_leaves_its_state_until_the_next_one_has_begun
         client.close()
         (held,) = freeze(begins.addresses, ps.TOKEN, 9)["s1"]
         assert (held.epoch, held.shards, held.first, held.last) == (8, 1, 2, 3)
+
+
+def test_a_shard_that_was_behind_is_clipped_as_the_other_one_was() -> None:
+    """Only one shard has made the update when its primary is lost: its replica knows by what the other one is to."""
+    with ps.cluster(2) as made:
+        ranks = _Ranks(made, clip=0.05)
+        for rank in (0, 1):
+            ranks.push(rank, 0)
+        squares = []
+        for shard in (0, 1):
+            for rank in (0, 1):
+                look = Advance(shard, 5, rank, 1, 0, 0, 0.0, measures=True)
+                told, _ = ranks.client.ask(shard, lambda _, look=look: look)
+            squares.append({int(at): square for at, square in told["squares"]})
+        with pytest.raises(IntegrityError, match="nobody has said by how much it is clipped"):
+            ranks.pull(0, steps=1, version=1)
+        make = Advance(0, 5, 0, 1, 1, 0, 0.0, until=1, scales=scales_of(squares, 0.05))
+        assert 0.0 < make.scales[0] < 1.0
+        ranks.client.ask(0, lambda _: make)
+        for rank in (0, 1):
+            note = Close(0, 5, "primary", rank, 1, "", 1)
+            ranks.client.ask(0, lambda _, note=note: note)
+        made.servers.pop("s0").close()
+        held = freeze(ranks.view.addresses, ps.TOKEN, 6)
+        assert {(copy.shard, copy.first, copy.last) for copy in held["s1"]} == {(0, 0, 1), (1, 0, 1)}
+        whole = newest_whole(held)
+        assert whole is not None
+        assert torch.allclose(_taken(made, whole, 0.05), ranks.expected(1), rtol=1e-6)
 
 
 def test_what_did_not_arrive_as_it_was_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
