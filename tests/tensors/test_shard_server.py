@@ -20,7 +20,7 @@ from elastic.comm.server.shard_client import ShardClient
 from elastic.comm.server.shard_server import ShardServer
 from elastic.comm.server.worker import FlatModel
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, UsageError
-from elastic.core.server.continuing import Whole, newest_whole, scales_of
+from elastic.core.server.continuing import Whole, scales_of, wholes
 from elastic.core.server.global_batches import begin, rank_part
 from elastic.core.server.placement import generation_view, next_view
 from elastic.store.open import open_objects
@@ -292,7 +292,7 @@ def test_a_generation_that_is_over_leaves_its_state_until_the_next_one_has_begun
         made.servers.pop("s0").close()
         found = freeze(ranks.view.addresses, ps.TOKEN, 6)
         assert {name: len(copies) for name, copies in found.items()} == {"s1": 2}, "a replica and a primary"
-        whole = newest_whole(found)
+        whole = next(wholes(found), None)
         assert whole == Whole(5, 2, 2, ("s1", "s1"), ({}, {}))
         assert torch.equal(_taken(made, whole), ranks.expected(2))
         notes = notes_of(read_shard(made.view.addresses["s1"], ps.TOKEN, whole, 0, 1, {})[0])
@@ -305,7 +305,7 @@ def test_a_generation_that_is_over_leaves_its_state_until_the_next_one_has_begun
         begins = generation_view(6, {"s1": made.view.addresses["s1"]})
         client = ShardClient(begins.addresses.values(), ps.TOKEN)
         client.announce(begins)
-        assert newest_whole(freeze(begins.addresses, ps.TOKEN, 7)) == whole, "nothing is loaded yet"
+        assert next(wholes(freeze(begins.addresses, ps.TOKEN, 7)), None) == whole, "nothing is loaded yet"
         (spec,) = ranks.flat.specs(1, micros=1, keeps_last=True)
         client.announce(generation_view(8, begins.addresses))
         client.load_shard(0, fresh(spec, 2, 2, (), initial(spec, ranks.flat.parameters())))
@@ -340,7 +340,7 @@ def test_a_shard_that_was_behind_is_clipped_as_the_other_one_was() -> None:
         made.servers.pop("s0").close()
         held = freeze(ranks.view.addresses, ps.TOKEN, 6)
         assert {(copy.shard, copy.first, copy.last) for copy in held["s1"]} == {(0, 0, 1), (1, 0, 1)}
-        whole = newest_whole(held)
+        whole = next(wholes(held), None)
         assert whole is not None
         assert torch.allclose(_taken(made, whole, 0.05), ranks.expected(1), rtol=1e-6)
 

@@ -29,7 +29,7 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.core.checkpoint.rounds import PARAMETER_SERVER, Rounds
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError
-from elastic.core.server.continuing import Saved, Whole, goes_on_from, newest_whole, scales_of
+from elastic.core.server.continuing import Saved, Whole, goes_on_from, scales_of, wholes
 from elastic.core.server.global_batches import rank_part
 from elastic.core.server.placement import generation_view
 from elastic.core.settings import CommunicationSettings
@@ -196,19 +196,21 @@ class ServedUpdates(Shares):
         client.ask(LEAD, lambda epoch: Close(LEAD, epoch, "primary", self._rank, step, note, forget))
 
     def _left(self, addresses: Mapping[str, Address], saved: Saved) -> Whole | None:
-        """The newest state of which all shards are there, where it has followed the one that was restored."""
-        token = self._access.token
-        whole = newest_whole(freeze(addresses, token, self._generation))
-        if whole is None or whole.version <= saved.step:
-            return None
-        scales = scales_of(whole.squares, self._clip)
-        notes = notes_of(read_shard(addresses[whole.holders[LEAD]], token, whole, LEAD, saved.step, scales)[0])
+        """The newest state of which all shards are there and that has followed the one that was restored."""
+        held = freeze(addresses, self._access.token, self._generation)
+        return next((whole for whole in wholes(held) if self._follows(whole, addresses, saved)), None)
+
+    def _follows(self, whole: Whole, addresses: Mapping[str, Address], saved: Saved) -> bool:
+        """Also: can all steps since then be reported, and is all that belongs to the state known?"""
+        if whole.version <= saved.step:
+            return False
+        scales, lead = scales_of(whole.squares, self._clip), addresses[whole.holders[LEAD]]
+        notes = notes_of(read_shard(lead, self._access.token, whole, LEAD, saved.step, scales)[0])
         steps = [step for step, own in notes.items() if len(own) == whole.ranks]
         if steps != [*range(saved.step + 1, whole.version + 1)]:
-            return None
+            return False
         last = json.loads(notes[whole.version][0])
-        follows = goes_on_from(whole, decode(Saved, last["origin"]), saved)
-        return whole if follows and last["told"] is not None else None
+        return last["told"] is not None and goes_on_from(whole, decode(Saved, last["origin"]), saved)
 
     def _servers(self) -> tuple[dict[str, Address], list[int]]:
         """The servers of all nodes, by their names in views, and the first rank of each node. Collective."""

@@ -9,7 +9,7 @@ among them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -48,18 +48,23 @@ class Saved:
     generation: int | None = None
 
 
-def newest_whole(held: Mapping[str, Sequence[HeldCopy]]) -> Whole | None:
-    """`held` by server. Of generations before the newest that any server knows nothing is taken: they were left."""
-    copies = [(name, copy) for name, own in held.items() for copy in own]
-    epoch = max((copy.epoch for _, copy in copies), default=None)
-    copies = [(name, copy) for name, copy in copies if copy.epoch == epoch]
+def wholes(held: Mapping[str, Sequence[HeldCopy]]) -> Iterator[Whole]:
+    """Of each generation that servers know of, the newest one first: its newest state, where all of that is there.
+    `held` is by server."""
+    for epoch in sorted({copy.epoch for own in held.values() for copy in own}, reverse=True):
+        whole = _newest([(name, copy) for name, own in held.items() for copy in own if copy.epoch == epoch])
+        if whole is not None:
+            yield whole
+
+
+def _newest(copies: Sequence[tuple[str, HeldCopy]]) -> Whole | None:
+    some = copies[0][1]
     for version in sorted({step for _, copy in copies for step in copy.closed}, reverse=True):
         found = {copy.shard: (name, copy) for name, copy in reversed(copies) if copy.first <= version <= copy.last}
-        some = copies[0][1]
-        if epoch is not None and found.keys() == set(range(some.shards)):
+        if found.keys() == set(range(some.shards)):
             chosen = [found[shard] for shard in range(some.shards)]
             holders, squares = (name for name, _ in chosen), (copy.squares for _, copy in chosen)
-            return Whole(epoch, version, some.ranks, tuple(holders), tuple(squares))
+            return Whole(some.epoch, version, some.ranks, tuple(holders), tuple(squares))
     return None
 
 

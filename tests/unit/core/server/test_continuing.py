@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from elastic.core.server.continuing import HeldCopy, Saved, Whole, goes_on_from, newest_whole, scales_of
+from elastic.core.server.continuing import HeldCopy, Saved, Whole, goes_on_from, scales_of, wholes
 
 
 def copy(shard: int, first: int, last: int, closed: tuple[int, ...] = (), epoch: int = 3) -> HeldCopy:
@@ -22,9 +22,11 @@ def test_the_newest_version_that_every_shard_gives_and_every_rank_has_closed() -
     assert newest_whole({}) is None
 
 
-def test_what_was_left_in_an_older_generation_is_not_taken() -> None:
-    whole = {"a": [copy(0, 6, 8, (7,)), copy(1, 6, 8)]}
-    assert newest_whole({**whole, "b": [copy(0, 2, 3, epoch=4)]}) is None
+def test_a_generation_that_has_not_begun_everywhere_leaves_the_state_of_the_one_before() -> None:
+    left = {"a": [copy(0, 6, 8, (7,)), copy(1, 6, 8)]}
+    assert newest_whole({**left, "b": [copy(0, 7, 7, epoch=4)]}) == newest_whole(left)
+    begun = {**left, "b": [copy(0, 7, 7, (7,), epoch=4), copy(1, 7, 7, epoch=4)]}
+    assert [whole.epoch for whole in wholes(begun)] == [4, 3]
 
 
 def test_only_what_followed_the_state_that_was_saved() -> None:
@@ -43,6 +45,10 @@ def test_a_gradient_is_clipped_by_the_norm_of_all_shards() -> None:
     squares = [{4: 9.0, 5: 0.01, 6: 1.0}, {4: 16.0, 5: 0.0}]
     assert scales_of(squares, 0.0) == {}
     assert scales_of(squares, 1.0) == {4: pytest.approx(1 / 5, rel=1e-6), 5: 1.0}, "of update 6 one shard knows nothing"
+
+
+def newest_whole(held: Mapping[str, Sequence[HeldCopy]]) -> Whole | None:
+    return next(wholes(held), None)
 
 
 @dataclass
