@@ -65,6 +65,11 @@ class SnapshotMemory(Protocol):
     Once per generation `open`; for every snapshot `segment`, then `commit` (from any thread, when it is filled).
     """
 
+    @property
+    def node(self) -> str:
+        """The same for the ranks of one node alone."""
+        ...
+
     def open(
         self,
         template: ShardRecord,

@@ -65,7 +65,8 @@ class Rank(SilentCoordinator):
             replicas=lambda turn: None,
             marks=lambda replicas: [],
             require_equal=lambda least, replicas: None,
-            record=lambda generation: (record, record.bytes),
+            record=lambda generation, shard: (record, record.bytes),
+            sharded=SimpleNamespace(once=None),
             capture_into=lambda memory, record, step, caller: (caller, Transfer([], [])),
         )
         self.snapshots = Snapshots(self.scope, state, dict)

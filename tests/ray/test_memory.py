@@ -190,3 +190,46 @@ def test_memory_that_no_node_can_give_is_told_and_storage_is_next(
     run.assert_whole()
     lost = [incident for incident in run.incidents() if not incident["planned"]]
     assert (lost[0]["source"], lost[0]["resumed_step"]) == ("storage", last)
+
+
+def test_copies_of_shards_on_other_nodes_are_the_replicas(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Two copies of two shards, and nothing is sent for snapshots: of a lost node its copy is read, twice."""
+    more = {"every_steps": None, "config": {"engine": "fsdp2", "shard_workers": 2}}
+    (tmp_path / "still").mkdir()
+    still = Run(cluster, tmp_path / "still", run_id="still", **more)
+    still.allow(1 << 30)
+    still.start().finish()
+    run = Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 0}, **more)
+    _started_with_copies(run, 6)
+    cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
+    cluster.add_node()
+    run.grow_to(4)
+    _reached_with_copies(run, run.waiting_at + 2)
+    cluster.kill_node(run.node_of(run.away_from_head()[0]).name)
+    run.wait_generation(run.handle.progress()["generation"] + 1)
+    run.finish()
+
+    run.assert_whole()
+    lost = [incident for incident in run.incidents() if not incident["planned"]]
+    assert [incident["source"] for incident in lost] == ["memory", "memory"]
+    assert sum(incident["steps_repeated"] for incident in lost) == 0
+    assert run.losses() == pytest.approx(still.losses(), rel=4e-6, abs=4e-6)
+
+
+def _started_with_copies(run: Run, step: int) -> None:
+    run.allow(step)
+    run.start()
+    _reached_with_copies(run, step)
+
+
+def _reached_with_copies(run: Run, step: int) -> None:
+    """Each of four nodes has the whole of one of two shards."""
+    run.allow(step)
+    run.reach(step)
+
+    def whole() -> bool:
+        held = sorted((each.rank, each.world_size) for node in run.memory() for each in node if each.step == step)
+        return held == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+    wait_until(whole, f"both copies of the snapshot of step {step} to be complete")

@@ -23,6 +23,8 @@ from elastic.training.state.host import Transfer
 class Node:
     """Memory of `nbytes`. What is committed is complete at once, unless `gone` says why nothing can be reached."""
 
+    node = "here"
+
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.gone: str | None = None
@@ -80,6 +82,7 @@ class State:
         self.nbytes = nbytes
         self.agreement: Any = Alone()
         self.lanes = Lanes(self.agreement, self.agreement)
+        self.sharded = SimpleNamespace(once=None)
         self.targets: list[torch.Tensor] = []
 
     def replicas(self, turn: int) -> None:
@@ -91,7 +94,7 @@ class State:
     def require_equal(self, least: Sequence[int], replicas: None) -> None:
         """Nothing is replicated."""
 
-    def record(self, generation: int) -> tuple[Any, int]:
+    def record(self, generation: int, shard: tuple[int, int] | None = None) -> tuple[Any, int]:
         return SimpleNamespace(), self.nbytes
 
     def capture_into(self, memory: torch.Tensor, record: Any, step: int, caller: Any) -> tuple[Any, Transfer]:

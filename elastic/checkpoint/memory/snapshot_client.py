@@ -78,6 +78,10 @@ class SnapshotClient:
         except OSError as error:
             raise StorageError(f"this node's memory of snapshots cannot be reached: {error}") from error
 
+    @property
+    def node(self) -> str:
+        return self._local_name
+
     def open(
         self,
         template: ShardRecord,

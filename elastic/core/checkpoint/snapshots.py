@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic.core.errors import IntegrityError
 from elastic.core.names import checkpoint_id, parse_checkpoint_id
 
 _PREFIX = "memory:"
-# The key under which a rank's latest step reports travel with its part of a snapshot.
+# The key under which a rank's latest step reports travel with its part of a snapshot; see `steps_to_json`.
 STEPS = "steps"
 
 
@@ -87,6 +88,18 @@ def _spans(ranks: Iterable[int]) -> Spans:
         else:
             spans.append((rank, rank + 1))
     return tuple(spans)
+
+
+def steps_to_json(world_size: int, by_rank: Mapping[str, Any]) -> dict[str, Any]:
+    """The step reports of ranks, for `STEPS`."""
+    return {"world_size": world_size, "ranks": dict(by_rank)}
+
+
+def steps_of(extras: Iterable[Mapping[str, Any] | None]) -> tuple[int, dict[int, Sequence[Mapping[str, Any]]]]:
+    """The world size, and the latest step reports of each rank, from what was saved with the shards of a snapshot."""
+    told = [extra[STEPS] for extra in extras if extra and STEPS in extra]
+    found = {int(rank): steps for each in told for rank, steps in each["ranks"].items()}
+    return max((each["world_size"] for each in told), default=0), found
 
 
 def snapshot_id(step: int, generation: int) -> str:

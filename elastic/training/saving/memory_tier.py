@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elastic.core.checkpoint.manifest import Json, ShardRecord
-from elastic.core.checkpoint.snapshots import STEPS, is_snapshot, parse_snapshot_id
+from elastic.core.checkpoint.snapshots import STEPS, is_snapshot, parse_snapshot_id, steps_to_json
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError, UsageError
 from elastic.core.generation_spec import MemoryPlan
 from elastic.core.policy.snapshot_interval import Cadence, Costs
+from elastic.training.saving.twins import Twins
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase, SnapshotMemory
 from elastic.training.state.engine_state import EngineState
@@ -83,6 +84,10 @@ class MemoryTier:
         # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
         self._problem: str | None = None
         self._off = False
+        # Where ranks with the same shard are each other's replicas; and their step reports, since the last `exchange`.
+        self._twins: Twins | None = None
+        self._told: Mapping[str, Json] | None = None
+        self._untold = False
 
     def after_step(self, step: int, duration_s: float, whole: bool = True) -> MemoryCopy | None:
         """Collective where a snapshot is due, or has been since the last `whole` step: others have none."""
@@ -111,11 +116,19 @@ class MemoryTier:
             return None
         return self._capture(step)
 
+    def exchange(self) -> None:
+        """After the step was reported, before its copies begin. Collective where `after_step` was: over the ranks with
+        the same shard, where these are each other's replicas."""
+        if self._untold and self._twins is not None:
+            self._told = self._twins.reports(self._scope.coordinator.recent_steps())
+        self._untold = False
+
     def commit(self, step: int, extra: Mapping[str, Json] | None) -> None:
         """On the copier's thread. This rank's step reports go with it: if the rank is lost, only they tell of them."""
-        steps = self._scope.coordinator.recent_steps()
+        spec, told = self._scope.spec, self._told
+        steps = {str(spec.rank): self._scope.coordinator.recent_steps()} if told is None else told
         try:
-            self._memory.commit(step, {**(extra or {}), STEPS: steps})
+            self._memory.commit(step, {**(extra or {}), STEPS: steps_to_json(spec.world_size, steps)})
             self._committed_at = time.monotonic()
         except (StorageError, IntegrityError, Fenced) as error:
             logger.warning("the snapshot of step %d is not in this node's memory: %s", step, error)
@@ -171,7 +184,18 @@ class MemoryTier:
             self._state.require_equal(fingerprints, replicas)
         except IntegrityError as error:
             raise CollectiveFailed(error.message, self._scope.where()) from error
-        return True
+        return self._state.sharded.once is None or self._has_twins()
+
+    def _has_twins(self) -> bool:
+        """Collective. What is found before the first snapshot holds for the generation: False where it does not."""
+        if self._captures and self._twins is None:
+            return True
+        kept = self._plan.targets or self._plan.stripe or self._own_state()
+        alone = not kept and self._state.lanes.count == 1
+        before, self._twins = self._twins, Twins.of(self._state, self._memory.node, alone)
+        if before is not None and self._twins is None:
+            self._problem = "module buffers of the ranks differ now, and only those of rank 0 are the run's"
+        return self._problem is None
 
     def _report_interval(self, cost_s: float, step_s: float) -> None:
         """All ranks agree, so rank 0 reports; a small change is not worth a line."""
@@ -185,6 +209,11 @@ class MemoryTier:
         """A problem of one rank is reported at the next agreement; until then the others continue."""
         self._taken, self._committed_at = step, None
         self._captures += 1
+        self._untold = True
+        if self._twins is not None and not self._twins.writes:
+            # Another rank of this node has the same shard.
+            self._complete = step
+            return None
         self._scope.enter(Phase.SAVING)
         try:
             return self._captured(step)
@@ -205,7 +234,9 @@ class MemoryTier:
                     extra, transfer = captured
                     return MemoryCopy(transfer, step, {**(extra or {}), **self._own_state()}, self)
             # The first snapshot, or the optimizer keeps more than it did at the one before.
-            self._record, size = state.record(self._scope.spec.generation)
+            twins = self._twins
+            shard = None if twins is None else (twins.shard, twins.shards)
+            self._record, size = state.record(self._scope.spec.generation, shard)
             plan = self._plan
             self._memory.open(self._record, size, plan.targets, self._base(), plan.stripe, plan.spares)
         raise AssertionError(f"the state of step {step} has another shape each time it is looked at")
@@ -229,6 +260,8 @@ class MemoryTier:
 
     def _settle(self, step: int) -> None:
         """Older ones are not needed any more, on any node."""
+        if self._twins is not None and not self._twins.writes:
+            return
         try:
             self._memory.settled(step)
         except (StorageError, Fenced) as error:

@@ -125,7 +125,10 @@ class Snapshots:
         return self._delays.take()
 
     def start(self) -> None:
-        """Begin the copies that were prepared. After the step was reported: a checkpoint covers reported steps only."""
+        """Begin the copies that were prepared. After the step was reported: a checkpoint covers reported steps only.
+        Collective where ranks with the same shard are each other's replicas."""
+        if self._memory is not None:
+            self._memory.exchange()
         pending, self._pending = self._pending, []
         for copy in pending:
             self._copier.start(copy.transfer, copy.commit)

@@ -170,14 +170,15 @@ class EngineState:
         )
         return snapshot, replace(copies, check=self._check(generation, step, layout, tensors, extra))
 
-    def record(self, generation: int) -> tuple[ShardRecord, int]:
+    def record(self, generation: int, shard: tuple[int, int] | None = None) -> tuple[ShardRecord, int]:
         """The record of this rank's part as it would lie in memory of this many bytes, without a step or digests.
 
-        It stays the same from step to step, unless the optimizer begins to keep more.
+        It stays the same from step to step, unless the optimizer begins to keep more. `shard`: the part is the whole of
+        this shard of so many, as that of a world of so many ranks, and not what this rank writes of it beside others.
         """
-        _, layout, wanted = self._wanted()
+        _, layout, wanted = self._wanted(shard is not None)
         begins, size = packed(wanted)
-        rank, world_size = self.agreement.rank, self.agreement.world_size
+        rank, world_size = shard or (self.agreement.rank, self.agreement.world_size)
         tensors = tuple(
             StoredTensor(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel(), begin)
             for item, begin in zip(wanted, begins, strict=True)
@@ -194,7 +195,7 @@ class EngineState:
             chunks=layout.chunks,
             digests={},
             zero_stage=self.zero_stage,
-            parameters=self.parameters if self.lanes.leads else None,
+            parameters=self.parameters if self._leads(shard is not None) else None,
             tp=self.lanes.slices,
         )
         return record, size
@@ -204,15 +205,16 @@ class EngineState:
     ) -> tuple[Mapping[str, Json] | None, Transfer] | None:
         """Fill `memory` (1-D uint8) as `record` says: the extra state (rank 0's, and that of each stage's first rank)
         and the Transfer; None if it no longer fits."""
-        inventory, _, wanted = self._wanted()
+        shard = record.world_size != self.agreement.world_size
+        inventory, _, wanted = self._wanted(shard)
         shapes = [(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel()) for item in wanted]
         if shapes != [(tensor.key, tensor.dtype, tensor.numel) for tensor in record.tensors]:
             return None
         targets = placed(wanted, [tensor.begin for tensor in record.tensors], memory)
-        extra, copies = self._extra(inventory, caller), transfer(wanted, targets)
+        extra, copies = self._extra(inventory, caller, shard), transfer(wanted, targets)
         # The places that a reader of the shard will look at, whatever the copies are made to.
         stored = views(record.tensors, memory)
-        return extra, replace(copies, check=self._check(record.generation, step, record.layout, stored, extra))
+        return extra, replace(copies, check=self._check(record.generation, step, record.layout, stored, extra, shard))
 
     def _check(
         self,
@@ -221,11 +223,12 @@ class EngineState:
         layout: RankLayout,
         targets: Mapping[str, torch.Tensor],
         extra: Mapping[str, Json] | None,
+        shard: bool = False,
     ) -> CaptureCheck:
         turn, self._captures = self._captures, self._captures + 1
         where = Where(rank=self.agreement.rank, step=step, generation=generation)
         at_once = self.zero_stage == 0
-        first = self.sharded.rank == 0
+        first = self._leads(True) if shard else self.sharded.rank == 0
         kept = self._written_besides()
         check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, kept, first)
         check.wrong += [] if extra is None else self._miscounted(extra, step)
@@ -240,14 +243,27 @@ class EngineState:
             [] if ahead == self._ahead else [f"the engine's count of {step + ahead} steps, not {step + self._ahead},"]
         )
 
-    def _wanted(self) -> tuple[Inventory, RankLayout, list[HostCopy]]:
-        """What this rank's part of a snapshot is copied from, now."""
+    def modules(self) -> Json:
+        """What modules keep besides tensors: of the run are those of rank 0."""
+        return self._engine.extra_state()["modules"]
+
+    def _leads(self, shard: bool) -> bool:
+        """Does this rank write what is of no single shard: as the first of its lane, or of the ranks with a `shard`?"""
+        return self._first(shard) == 0
+
+    def _first(self, shard: bool) -> int:
+        """Of this rank's lane: which one is this, or where it writes the whole of its `shard` the first with that."""
+        return self.sharded.writers[0] if shard and self.sharded.writers else self.lanes.own.rank
+
+    def _wanted(self, shard: bool = False) -> tuple[Inventory, RankLayout, list[HostCopy]]:
+        """What this rank's part of a snapshot is copied from, now; with `shard` the whole of what copies of it have."""
         self.verified()
         self.sharded.require_readable()
         inventory = Inventory.of(self.sharded).with_kept(self._written_besides())
         apart = self.shares.apart
         writers = self.sharded.writers if apart is None else apart.writers
-        written = inventory.written(self.sharded.rank, self.sharded.world_size, writers)
+        rank = self._first(True) if shard else self.sharded.rank
+        written = inventory.written(rank, self.sharded.world_size, (rank,) if shard else writers)
         layout = without(written, self.sharded.elsewhere)
         padding = gaps(layout)
         wanted = []
@@ -264,8 +280,10 @@ class EngineState:
         """What is not the model's is the same in all stages of a pipeline: the first one writes it."""
         return {} if self.lanes.stages > 1 and self.lanes.stage > 0 else self.kept()
 
-    def _extra(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
-        if not self.lanes.leads or self.lanes.slice > 0:
+    def _extra(
+        self, inventory: Inventory, caller: Mapping[str, Json], shard: bool = False
+    ) -> Mapping[str, Json] | None:
+        if not self._leads(shard) or self.lanes.slice > 0:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self.sharded.specs()))
         extra = read_extra(self._engine, self.sharded, inventory, caller)

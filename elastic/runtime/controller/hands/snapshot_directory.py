@@ -15,7 +15,7 @@ from elastic.checkpoint.memory.work_counter import NO_PROGRESS_LIMIT_S
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.manifest_json import to_json
-from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, found_and_missing
+from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, found_and_missing, steps_of
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.runtime.messages import Assembled, NodeFacts
 from elastic.transport.handshake import Address
@@ -125,8 +125,7 @@ class SnapshotDirectory:
             raise StorageError(f"a node that holds a part of {identifier} does not answer: {cause}") from error
         # Takes seconds for a thousand ranks: not in the event loop.
         text = await asyncio.to_thread(self._assembled, records)
-        steps = {record.rank: (record.extra_state or {}).get(STEPS, ()) for record in records}
-        self._on_steps(snapshot.generation, len(records), steps)
+        self._on_steps(snapshot.generation, *steps_of(record.extra_state for record in records))
         logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
         return Assembled(
             identifier, text, tuple(tuple(known[node] for node in nodes if node in known) for nodes in snapshot.copies)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
-from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id
+from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id, steps_to_json
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.core.sharding.layout import Chunk
 from elastic.runtime.controller.hands.snapshot_directory import SnapshotDirectory
@@ -25,7 +25,8 @@ def record(rank: int) -> ShardRecord:
     return ShardRecord(
         rank=rank, world_size=2, generation=1, step=8, file=f"rank-{rank}", bytes=8, xxh3="0",
         tensors=(StoredTensor("fp32/group0", "F32", 2, 0),), chunks=(Chunk("w", 2 * rank, 2, "group0", 0),),
-        digests={"fp32/w": 5}, extra_state={STEPS: [{"step": 8}], "lr": 0.5} if rank == 0 else {STEPS: []},
+        digests={"fp32/w": 5}, extra_state={STEPS: steps_to_json(2, {str(rank): [{"step": 8}] if rank == 0 else []}),
+                                            **({"lr": 0.5} if rank == 0 else {})},
         parameters={"w": (4,)} if rank == 0 else None,
     )  # fmt: skip
 
