@@ -36,6 +36,17 @@ def train(config: dict[str, Any]) -> None:
     engine, loader = build(config)
     balance = Balance(engine.module)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    try:
+        abandoned = steps(config, engine, loader, balance)
+    finally:
+        # Their graph would keep the groups.
+        balance.begin()
+    weights = {name: value.to_local().detach().clone() for name, value in engine.module.named_parameters()}
+    cells.told(abandoned=abandoned, weights=weights)
+
+
+def steps(config: dict[str, Any], engine: Any, loader: Any, balance: Balance) -> int:
+    """How many were abandoned."""
     abandoned = 0
     for _ in elastic.epochs():
         for tokens, labels in loader:
@@ -48,7 +59,4 @@ def train(config: dict[str, Any]) -> None:
             cells.come_to(config, "step", last)
             engine.step()
             abandoned += elastic.get_context().abandoned
-    # Their graph would keep the groups.
-    balance.begin()
-    weights = {name: value.to_local().detach().clone() for name, value in engine.module.named_parameters()}
-    cells.told(abandoned=abandoned, weights=weights)
+    return abandoned

@@ -65,18 +65,29 @@ def shard_model(
         apply(plan, model, meshes.tp)
     if meshes.experts is not None:
         share(layers, meshes.experts[EXPERTS])
-        _shard_experts(layers.values(), options, meshes.experts, device)
-    shard_units(model, options, meshes.sharded, device)
+    shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
     if again:
         adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
     return meshes
 
 
-def shard_units(model: torch.nn.Module, options: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
-    """`fully_shard` of the model and its units over `mesh`, but for what is sharded already."""
+def shard_units(
+    model: torch.nn.Module,
+    options: Mapping[str, Any],
+    mesh: DeviceMesh,
+    device: torch.device,
+    layers: Sequence[torch.nn.Module] = (),
+    experts: DeviceMesh | None = None,
+) -> None:
+    """`fully_shard` of the model and its units over `mesh`. `layers` are those whose experts are shared over the mesh
+    `experts`, where there is one."""
     policy, offload = _policies(options, device)
     again = options["reshard_after_forward"]
-    for part in units(model, options["shard"]):
+    # Before any of them has torch's name for it.
+    parts = units(model, options["shard"])
+    if experts is not None:
+        _shard_experts(layers, options, experts, device)
+    for part in parts:
         if not isinstance(part, FSDPModule):
             fully_shard(part, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
