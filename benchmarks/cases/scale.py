@@ -5,12 +5,15 @@ The sizes grow until one of them takes longer than a minute; what is larger is n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 from benchmarks.figures import Figure, Target, not_measured
 from benchmarks.options import Options
@@ -28,9 +31,12 @@ from elastic.observe import records
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.controller.collector import collect_seldom
 from elastic.runtime.controller.control_loop import ControlLoop
+from elastic.runtime.controller.hands.commands import Commands
+from elastic.runtime.controller.hands.generation_specs import memory_plans, shared_spec
+from elastic.runtime.controller.hands.relays import Relays
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
-from elastic.runtime.messages import Beat, Item, NodeReports, QuietNodes
+from elastic.runtime.messages import Beat, Command, Handed, Item, NodeFacts, NodeReports, Part, QuietNodes
 from elastic.runtime.node.uplink import joined_nodes
 
 RANKS = 8
@@ -40,8 +46,9 @@ _TURN = 1_000
 _ENOUGH_S = 60.0
 _START, _LOSS, _READ = "start", "a lost node to BeginGeneration", "a replay point read"
 _BEATS, _STEP, _MEMORY = "heartbeats of a second", "step reports of one step", "memory of the process"
+_COMMANDS, _CALLS = "commands of an end and a begin", "calls for these commands"
 # What ten thousand nodes are held against: seconds of one core, and MB.
-_TARGETS = {_START: 30.0, _LOSS: 1.0, _READ: 2.0, _BEATS: 0.3, _STEP: 0.3, _MEMORY: 2000.0}
+_TARGETS = {_START: 30.0, _LOSS: 1.0, _READ: 2.0, _BEATS: 0.3, _STEP: 0.3, _COMMANDS: 2.0, _MEMORY: 2000.0}
 
 
 @dataclass
@@ -133,6 +140,12 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
     yield _START, "s", _seconds(fleet.start)
     copies = fleet.copies()
     yield _LOSS, "s", _seconds(lambda: fleet.lose(copies))
+    agents = SimulatedAgents(fleet)
+    # The first time relays are given the others' handles.
+    agents.end_and_begin()
+    agents.calls = 0
+    yield _COMMANDS, "s", _seconds(agents.end_and_begin)
+    yield _CALLS, "calls", agents.calls
     loop = _loop_of(fleet)
     yield "heartbeats of a second, each node by itself", "s", _seconds(lambda: _beats(loop, fleet))
     groups = _groups(fleet)
@@ -159,6 +172,54 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
     yield "a replay point", "MB", len(texts[0]) / 1e6
     # Of all sizes so far, and with the simulated nodes: they grow, so that it is the last one's.
     yield _MEMORY, "MB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+class SimulatedAgents:
+    """What the controller calls to end a generation and to begin the next one, and their answers. Messages are pickled
+    and read, as on their way over the network; what a call of Ray takes besides does not count."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        state, self.calls = fleet.state, 0
+        self._settings = state.settings
+        self._begin = next(action for action in fleet.actions if isinstance(action, act.BeginGeneration))
+        self._nodes = [state.fleet.node_of(worker) or "" for worker in self._begin.members]
+        self._known = {node: NodeFacts("mailbox", ("10.0.0.1", n), "name") for n, node in enumerate(set(self._nodes))}
+        node_of = dict(zip(self._begin.members, self._nodes, strict=True))
+        relays = Relays(state.settings.failures.nodes_per_relay)
+        handles = {node: SimpleNamespace(hand_on=SimpleNamespace(remote=self._hand_on)) for node in self._known}
+        agents: Any = SimpleNamespace(at_hand=handles.get)
+        self._commands = Commands(
+            1, agents, node_of.__getitem__, lambda node: relays.over(node, state.fleet, fleet.now),
+            lambda event: None, 600.0,
+        )  # fmt: skip
+        self._answers: dict[tuple[str, ...], bytes] = {}
+
+    def end_and_begin(self) -> None:
+        asyncio.run(self._end_and_begin())
+
+    async def _end_and_begin(self) -> None:
+        begin, own = self._begin, dict[int, tuple[Any, ...]]
+        end = begin.generation - 1, "the connection to its agent was closed"
+        await self._commands.tell(self._itself, "end", end, own.fromkeys(begin.members, ()), 2.0)
+        plans = memory_plans(self._settings, self._nodes, self._known)
+        spec = shared_spec(self._settings, begin, {}, self._nodes)
+        mine = own(zip(begin.members, enumerate(plans), strict=True))
+        await self._commands.tell(self._itself, "begin", (spec, "rendezvous"), mine, 2.0)
+
+    async def _hand_on(self, command: Command, parts: dict[str, Part]) -> Handed:
+        self.calls += 1
+        stop = tuple(parts)
+        if stop not in self._answers:
+            answers: dict[int, None] = dict.fromkeys(worker for part in parts.values() for worker in part.own)
+            self._answers[stop] = pickle.dumps(Handed(answers, {}, {}))
+        else:
+            pickle.dumps((command, parts))
+        handed: Handed = pickle.loads(self._answers[stop])  # noqa: S301
+        return handed
+
+    async def _itself(self, worker: int, *_: Any, retry_s: float) -> None:
+        """A call that no agent has spared the controller."""
+        self.calls += 1
 
 
 def _loop_of(fleet: Fleet) -> ControlLoop:

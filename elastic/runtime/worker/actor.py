@@ -231,7 +231,8 @@ class WorkerActor:
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
                 return
         current.coordinator.end(cause)
-        current.runner.abort(cause)
+        # The answer means that the command has arrived: over NCCL an abort takes seconds.
+        threading.Thread(target=current.runner.abort, args=(cause,), name="elastic-end", daemon=True).start()
 
     def propose_stop(self, generation: int) -> tuple[int, bool] | None:
         with self._lock:

@@ -61,6 +61,7 @@ class Commands:
     ) -> None:
         """Command `name` with the arguments `shared`, then the worker's `own`. Directly it goes by `send`, whose errors
         are raised. Returns once every worker has answered, or its limit has passed: `retry_s` counts from here."""
+        self._given = {relay: given for relay, given in self._given.items() if self._agents.at_hand(relay) is given[0]}
         stops, alone = self._routes(own)
         command, begun = Command(self._incarnation, name, shared), time.monotonic()
         # All of them are made before the first limit runs: at 10,000 nodes that takes as long as one.
@@ -98,12 +99,10 @@ class Commands:
     def _call(self, stop: str, command: Command, nodes: _Stop) -> Awaitable[Handed]:
         """Handles of agents that this relay does not have yet go with it: to read one costs it a subscription."""
         agent: Any = self._agents.at_hand(stop)
-        given = self._given.get(stop, (None, {}))
-        if given[0] is not agent:
-            given = self._given[stop] = agent, {}
+        given = self._given.setdefault(stop, (agent, {}))[1]
         others = {node: self._agents.at_hand(node) for node in nodes if node != stop}
-        new = {node: other for node, other in others.items() if given[1].get(node) is not other}
-        given[1].update(new)
+        new = {node: other for node, other in others.items() if given.get(node) is not other}
+        given.update(new)
         parts = {node: Part(new.get(node), workers) for node, workers in nodes.items()}
         handed: Awaitable[Handed] = agent.hand_on.remote(command, parts)
         return handed
@@ -126,8 +125,8 @@ class Commands:
             worker, why = next(iter(handed.refused.items()))
             logger.warning("%d workers refuse %s, worker %d: %s", len(handed.refused), name, worker, why)
         known = handed.workers
-        left = {worker: mine for worker, mine in own.items() if worker not in known}
-        for node in {self._node_of(worker) for worker in left}:
-            # The relay may not have its agent's handle, or one that is of no use.
-            self._given.get(stop, (None, {}))[1].pop(node, None)
-        return left
+        for node, workers in nodes.items():
+            if not known.issuperset(workers):
+                # The relay may not have the handle of this node's agent, or one that is of no use.
+                self._given.get(stop, (None, {}))[1].pop(node, None)
+        return {worker: mine for worker, mine in own.items() if worker not in known}
