@@ -94,6 +94,7 @@ def pool() -> Any:
         yield made
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 3_000), marks=pytest.mark.slow)], ids=str)
 def test_healthy_audits_raise_no_alarm(pool: ThreadPoolExecutor, seeds: range) -> None:
     for seed in seeds:

@@ -291,6 +291,7 @@ print(field("VmHWM:") - before)
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "deepspeed-universal"])
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, to: str) -> None:
     """96 tensors of 4 MiB, 384 MiB in all: the export may take 8 of them, for reading and casting and the allocator."""

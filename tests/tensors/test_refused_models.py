@@ -77,7 +77,7 @@ def test_what_a_script_asks_for_is_refused_for_other_generations_too(tp: int) ->
         KIND.resolve({"tensor_parallel": {"autotp_size": 2}}, spec)
     fsdp2 = engine_kind("fsdp2")
     fsdp2.resolve({}, spec)
-    with pytest.raises(UsageError, match=r"shard_workers is not supported with mesh: {tp: 2}"):
+    with pytest.raises(UsageError, match=r"shard_workers is 2, and mesh: {tp: 2} makes cells of 2 workers"):
         fsdp2.resolve({"shard_workers": 2}, spec)
 
 

@@ -140,6 +140,7 @@ def pool() -> Any:
         yield made
 
 
+@pytest.mark.wide
 def test_healthy_updates_raise_no_alarm(pool: ThreadPoolExecutor) -> None:
     """Bit for bit: nothing had to be tolerated."""
     for seed in range(26):
@@ -149,6 +150,7 @@ def test_healthy_updates_raise_no_alarm(pool: ThreadPoolExecutor) -> None:
         assert [audit._tolerance for audit in ranks.audits] == [0.0] * RANKS, ranks.name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seeds", [range(13), pytest.param(range(13, 217), marks=pytest.mark.slow)], ids=str)
 def test_ten_thousand_healthy_updates_are_repeated_bit_for_bit(seeds: range) -> None:
     """Fifty each, as each rank repeats them; with the slow ones 10,000."""
@@ -245,6 +247,7 @@ def test_what_is_sampled_is_scattered_and_never_padding() -> None:
     assert places([], 1) == []
 
 
+@pytest.mark.wide
 def test_ten_thousand_healthy_windows_raise_no_alarm_and_every_flip_is_found() -> None:
     rng = random.Random(1)
     flips = 0

@@ -241,6 +241,7 @@ def trained(
     raise AssertionError("the run did not come to its end")
 
 
+@pytest.mark.wide
 @settings(max_examples=1000, deadline=None)
 @given(
     st.sampled_from(KINDS),
@@ -269,6 +270,7 @@ def test_every_history_trains_on_what_one_process_would(
     assert positions == [(sum(sizes[:step]), sum(sizes[: step + 1])) for step in range(len(sizes))]
 
 
+@pytest.mark.wide
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(KINDS),

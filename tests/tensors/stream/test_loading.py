@@ -95,6 +95,7 @@ def test_the_number_of_loading_processes_may_change() -> None:
     assert states == END
 
 
+@pytest.mark.wide
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(0, 3)), max_size=5))
 def test_any_sizes_and_numbers_of_processes_read_the_same(lives: list[tuple[int, int, int]]) -> None:

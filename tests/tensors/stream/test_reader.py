@@ -192,6 +192,7 @@ def trained(stages: Parts, slots: Slots, sizes: list[tuple[int, int]], steps: in
     return history
 
 
+@pytest.mark.wide
 @settings(max_examples=1000, deadline=None)
 @given(
     st.sampled_from(["plain", "windows", "packed windows", "all", "mixed"]),
