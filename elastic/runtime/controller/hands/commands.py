@@ -1,7 +1,7 @@
 """One command for many workers: by relays and agents where there are many, to each itself where there are few.
 
-Who does not acknowledge in time by another's hand is called directly. A worker may so get a command twice: what it is
-sent here has no effect the second time.
+A worker whose relay or agent does not acknowledge in time is called directly, and may so get a command twice. What it
+is sent here has no effect the second time.
 """
 
 from __future__ import annotations
