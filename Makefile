@@ -18,7 +18,7 @@ OTHERS := $(addprefix tests/,ray processes one_rank store memory verification te
 # that does nothing else; it fails where none had failed (pytest itself did), or one does again.
 AGAIN = || { code=$$?; [ -n "$$ELASTIC_TESTS_AGAIN" ] && [ $$code = 1 ] || exit $$code; \
 	echo "once more, alone: the tests that failed"; \
-	env -u ELASTIC_TESTS_UNTIL $(BIN)/python -m pytest -v -rs --last-failed --last-failed-no-failures none
+	env -u ELASTIC_TESTS_UNTIL $(BIN)/python -m pytest -v -rfEs --last-failed --last-failed-no-failures none
 
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -51,7 +51,7 @@ test: lint unit
 # What `make test` leaves out of the levels that start processes (tests/first.yaml) but for the slow ones.
 WIDE := $(OTHERS) -m 'wide and not slow'
 wide: $(READY)
-	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) $(WIDE) $(AGAIN) $(WIDE); }
+	$(BIN)/python -m pytest -q -rfEs $(SIDE_BY_SIDE) $(WIDE) $(AGAIN) $(WIDE); }
 
 # With the wide and the slow tests, and the oracle through real kills for every ZeRO stage, type, optimizer, dropout and
 # source: 64 runs instead of 6.
@@ -63,7 +63,7 @@ test-all: test
 # wide matrices, of which `make test` has run a part.
 SLOW := tests/faults $(OTHERS) tests/simulation tests/unit
 slow: $(READY)
-	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) $(SLOW) -m slow $(AGAIN) $(SLOW) -m slow; }
+	$(BIN)/python -m pytest -q -rfEs $(SIDE_BY_SIDE) $(SLOW) -m slow $(AGAIN) $(SLOW) -m slow; }
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)

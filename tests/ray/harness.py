@@ -260,15 +260,17 @@ class Run:
         return answers
 
     def wait_promises(self) -> int:
-        """Wait until every rank of the running generation has promised where to stop; returns the generation."""
-        now = self.handle.progress()
-        number, size = now["generation"], now["world_size"]
+        """Wait until every rank of the running generation has promised where to stop; returns the generation, which is
+        the next one where a stall of the machine has ended the one that ran."""
 
-        def promised(records: list[Record]) -> bool:
+        def promised(records: list[Record]) -> int:
+            now = self.handle.progress()
+            number, size = now["generation"], now["world_size"]
             events = (r for r in records if r["type"] == "event" and r["event"] == "StopPromised")
-            return len({event["worker"] for event in events if event["generation"] == number}) == size
+            ranks = {event["worker"] for event in events if event["generation"] == number}
+            return number if size and len(ranks) == size else 0
 
-        self.wait_for(f"generation {number} to end as planned", promised)
+        number: int = self.wait_for("the running generation to end as planned", promised)
         return number
 
     def grow_to(self, world_size: int) -> None:
