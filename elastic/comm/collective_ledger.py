@@ -76,8 +76,8 @@ class CollectiveLedger:
         self._axes[group] = axis
 
     def timed(self, op: str, call: Call, axis: str = "") -> Call:
-        """The same call, counted. A handle that it returns is counted until the end of its `wait`. `axis` takes the
-        place of the name of the call's group."""
+        """The same call, counted: its largest tensor, or where it is given none what it returns. A handle that it
+        returns is counted until the end of its `wait`. `axis` takes the place of the name of the call's group."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             payload, dtype = _payload(args, kwargs)
@@ -92,6 +92,9 @@ class CollectiveLedger:
                     self.waited_s += spent
             if hasattr(result, "wait"):
                 return _Handle(result, self, (key, payload, began, spent, mark))
+            if not dtype:
+                payload, dtype = _payload((result,), {})
+                key = (*key[:2], dtype)
             self._done((key, payload, began, spent, mark), spent, spent, mark)
             return result
 

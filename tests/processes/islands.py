@@ -148,25 +148,3 @@ class Oracle:
                 counts[part] = 0
                 for number in own:
                     list(model.parameters())[number].data.copy_(outer[number].data)
-
-
-def train_gpt(config: dict[str, Any]) -> None:
-    """The GPT of the examples, smaller."""
-    from gpt import GPT, Windows, stdlib_bytes
-
-    torch.manual_seed(0)
-    model = GPT(width=32, layers=1, heads=2, context=24, dropout=0.0)
-    engine, _, loader, _ = elastic.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        training_data=Windows(stdlib_bytes()[: 1 << 18], 24),
-        config={
-            "train_batch_size": 16,
-            "train_micro_batch_size_per_gpu": 8,
-            "zero_optimization": {"stage": 0},
-            "gradient_clipping": 1.0,
-        },
-    )
-    for windows in loader:
-        engine.backward(engine(windows))
-        engine.step()

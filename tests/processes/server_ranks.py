@@ -46,6 +46,23 @@ def serve(pipe: Connection, name: str) -> None:
     pipe.recv()
 
 
+@contextmanager
+def servers(count: int) -> Iterator[list[tuple[Any, Any]]]:
+    """Processes, each the server of a node: (address, process)."""
+    context, made = forks.context(), []
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            made.append((context.Process(target=serve, args=(theirs, ""), daemon=True), ours))
+            made[-1][0].start()
+            theirs.close()
+        yield [(pipe.recv(), process) for process, pipe in made]
+    finally:
+        for process, _ in made:
+            process.kill()
+            process.join()
+
+
 def work(pipe: Connection, name: str, problem: Problem, addresses: list[Any], asks_at: int | None) -> None:
     """Trains to the end, once it is told to. Before it pushes its `asks_at`-th gradient it says so, and waits."""
     torch.set_num_threads(1)

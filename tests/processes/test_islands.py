@@ -15,7 +15,6 @@ from islands import Oracle
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.checkpoint.rounds import islands_of
 from elastic.core.generation_spec import BatchSettings
-from elastic.core.policy.communication import LOCAL
 from elastic.core.settings import AnomalySettings, CommunicationSettings
 
 pytestmark = pytest.mark.processes
@@ -224,24 +223,3 @@ def test_islands_come_to_the_optimum_but_for_what_rounds_cost(crew: Crew, tmp_pa
     )
     assert short < 1e-3, (short, long)
     assert short < long < 2e-2, (short, long)
-
-
-_FRAGMENTS: dict[str, dict[str, Any]] = {"streaming_diloco": {"fragments": 5}}
-
-
-@pytest.mark.slow
-def test_a_small_gpt_comes_nearly_as_far_in_islands(crew: Crew, tmp_path: Path) -> None:
-    """The loss of the last 20 of 120 steps, of two islands with rounds of 10. Tied embeddings, clipped gradients.
-    Seen: 2.72, and 2.77, 2.87 and 2.86 in islands, after 5.55 in the first step."""
-    granted = {name: CommunicationSettings("local", name, every_steps=10, **_FRAGMENTS.get(name, {})) for name in LOCAL}
-    found = {}
-    for name, settings in {"exact": None, **granted}.items():
-        outcomes = crew.run(
-            (0, 1), "islands.train_gpt", {"url": str(tmp_path / name)}, batch=BatchSettings(max_steps=120),
-            max_world_size=4, communication=settings, nodes=(0, 1),
-        )  # fmt: skip
-        assert {outcome.result.kind for outcome in outcomes} == {"finished"}, outcomes[0].result.traceback
-        losses = [sum(report.loss for report in at) for at in zip(*(each.reports for each in outcomes), strict=True)]
-        found[name] = sum(losses[-20:]) / 20
-        assert losses[0] > 5.0 > found[name]
-    assert all(found[name] < found["exact"] + 0.2 for name in LOCAL), found

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 import torch
 from convex import DIMENSIONS, objective, optimum
 from crew import Crew, Outcome
 from islands import BATCH, Net
-from server_ranks import serve
+from server_ranks import servers
 from test_bounded_staleness import CLIP, STEPS, expected
 
 from elastic.checkpoint.storage import CheckpointStore
@@ -28,23 +25,6 @@ SERVED = CommunicationSettings("async", "parameter_server", staleness=2, every_s
 EXACT = CommunicationSettings("async", "parameter_server", staleness=0, every_steps=5)
 # Clipping that bites, and a rate of each step's own.
 CONFIG: dict[str, Any] = {"optimizer": "adamw", "decays": True, "top": {"gradient_clipping": CLIP}}
-
-
-@contextmanager
-def servers(count: int) -> Iterator[list[Any]]:
-    """Processes, each the server of a node."""
-    context, made = forks.context(), []
-    try:
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            made.append((context.Process(target=serve, args=(theirs, ""), daemon=True), ours))
-            made[-1][0].start()
-            theirs.close()
-        yield [(pipe.recv(), process) for process, pipe in made]
-    finally:
-        for process, _ in made:
-            process.kill()
-            process.join()
 
 
 def _told(
@@ -95,8 +75,14 @@ def test_without_staleness_it_is_plain_torch(crew: Crew, tmp_path: Path, optimiz
     (remark,) = [report.travel for report in told[0].reports if report.travel]
     assert remark.startswith("parameter_server: at most 0 updates are missing")
     numbers = sum(parameter.numel() for parameter in Net().parameters())
-    second = {use.op: use.bytes for use in told[0].reports[1].collectives if use.axis == "servers"}
+    second, fifth = (
+        {use.op: use.bytes for use in told[0].reports[step - 1].collectives if use.axis == "servers"} for step in (2, 5)
+    )
     assert second == {"push": 4 * numbers, "pull": 4 * numbers}
+    # The end of a round brings the optimizer's state too; counters of steps are a few numbers.
+    state = {"sgd": 1, "adamw": 3}[optimizer] * 4 * numbers
+    assert fifth["push"] == 4 * numbers
+    assert state <= fifth["pull"] < state + 200
 
 
 def test_a_rank_goes_on_while_another_stands_still(crew: Crew, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ class ServedUpdates(Shares):
         self._ledger = ledger
         self._send = ledger.timed("push", self._pushed, axis=_AXIS)
         self._take = ledger.timed("pull", self._pulled, axis=_AXIS)
+        self._take_state = ledger.timed("pull", self._state_after, axis=_AXIS)
         ledger.remark = (
             f"{PARAMETER_SERVER}: at most {settings.staleness} updates are missing, and none after every "
             f"{self._rounds.every} steps"
@@ -152,7 +153,7 @@ class ServedUpdates(Shares):
             if self._whole:
                 self._settle()
             else:
-                self._take(self._flat, self._steps - self._settings.staleness)
+                self._take(self._steps - self._settings.staleness)
                 self._model.install(self._flat)
 
     def settle(self) -> None:
@@ -234,18 +235,20 @@ class ServedUpdates(Shares):
 
         client.each(push)
 
-    def _pulled(self, flat: torch.Tensor, version: int) -> None:
-        """Into `flat` the newest parameters, of at least `version` updates."""
-        measured = self._measured(version)
+    def _pulled(self, version: int) -> list[torch.Tensor]:
+        """Into `_flat` the newest parameters, of at least `version` updates. Returns what came of each shard."""
+        measured, flat = self._measured(version), self._flat
 
-        def pull(shard: int) -> None:
+        def pull(shard: int) -> torch.Tensor:
             begin, end = self._ranges[shard]
             message, tensors = self._advanced(shard, version, self._versions[shard], *measured)
             self._versions[shard] = message["version"]
-            if tensors:
-                flat[begin:end] = tensors["parameters"]
+            if not tensors:
+                return flat[:0]
+            flat[begin:end] = tensors["parameters"]
+            return tensors["parameters"]
 
-        self._connected().each(pull)
+        return self._connected().each(pull)
 
     def _measured(self, version: int) -> tuple[int | None, dict[int, float]]:
         """Where gradients are clipped: how many updates all shards can make, and the part of each gradient."""
@@ -275,8 +278,14 @@ class ServedUpdates(Shares):
     def _settle(self) -> None:
         """Take the state after exactly the steps that this rank has made: no rank makes another one before that. Waits
         for the slowest."""
-        client, steps = self._connected(), self._steps
-        measured = self._measured(steps)
+        names, steps = list[str](), self._steps
+        tensors = self._take_state(steps, names)
+        self._model.install_state(joined(zip(names, tensors, strict=True)))
+        self._versions, self._flat = [steps] * len(self._versions), self._model.parameters()
+
+    def _state_after(self, steps: int, names: list[str]) -> list[torch.Tensor]:
+        """Of all shards, and to `names` what they are."""
+        client, measured = self._connected(), self._measured(steps)
 
         def read(shard: int) -> dict[str, torch.Tensor]:
             self._advanced(shard, steps, steps, *measured)
@@ -286,8 +295,8 @@ class ServedUpdates(Shares):
             return tensors
 
         parts = client.each(read)
-        self._model.install_state(joined(item for part in parts for item in part.items()))
-        self._versions, self._flat = [steps] * len(parts), self._model.parameters()
+        names += (name for part in parts for name in part)
+        return [tensor for part in parts for tensor in part.values()]
 
     def _connected(self) -> ShardClient:
         if self._client is None:
