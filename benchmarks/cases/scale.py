@@ -36,7 +36,7 @@ from elastic.runtime.controller.hands.generation_specs import memory_plans, shar
 from elastic.runtime.controller.hands.relays import Relays
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
-from elastic.runtime.messages import Beat, Command, Handed, Item, NodeFacts, NodeReports, Part, QuietNodes
+from elastic.runtime.messages import Beat, Command, Handed, Item, NodeFacts, NodeReports, Part, QuietNodes, Receiver
 from elastic.runtime.node.uplink import joined_nodes
 
 RANKS = 8
@@ -210,7 +210,7 @@ class SimulatedAgents:
         self.calls += 1
         stop = tuple(parts)
         if stop not in self._answers:
-            answers: dict[int, None] = dict.fromkeys(worker for part in parts.values() for worker in part.own)
+            answers: dict[Receiver, Any] = dict.fromkeys(worker for part in parts.values() for worker in part.own)
             self._answers[stop] = pickle.dumps(Handed(answers, {}, {}))
         else:
             pickle.dumps((command, parts))

@@ -401,13 +401,14 @@ class MembersReported:
     """Reports of one kind by members of one generation that came in one turn: as if one came after the other.
 
     `report` is the name of the events that it stands for; `workers` sent them in this order, each with its step (0
-    where such an event has none).
+    where such an event has none). `memory` is the same in all of them (False where such an event has none).
     """
 
     generation: int
     report: str
     workers: tuple[int, ...]
     steps: tuple[int, ...]
+    memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from elastic.core.data.joined_reports import JoinedReports
 # How long an agent waits for the answer to a beat. A restarted controller may be unknown to it for that long.
 BEAT_LIMIT_S = 2.0
 
+# A worker by its number; or the agent of a node, by the node.
+Receiver = int | str
+
 
 @dataclass(frozen=True)
 class NodeFacts:
@@ -93,36 +96,38 @@ class BeatReply(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command of the controller of `incarnation` for several workers. `shared` are the arguments that all of them
-    get; the worker's own follow them."""
+    """A command of the controller of `incarnation` for several workers, or a question to several agents. `shared` are
+    the arguments that all of them get; the receiver's own follow them. `patience_s`: see `node.downlink`."""
 
     incarnation: int
     name: str
     shared: tuple[Any, ...]
+    patience_s: float
 
 
 class Part(NamedTuple):
-    """What of a command is for the workers of one node: the arguments of each. `agent` is the actor handle of the
-    node's agent; None where the receiver is this agent, or has been given the handle before."""
+    """What of a command is for one node: the arguments of each worker, or under the node itself those of its agent.
+    `agent` is the actor handle of the agent; None where this one gets it, or the handle has been given before."""
 
     agent: Any
-    own: Mapping[int, tuple[Any, ...]]
+    own: Mapping[Receiver, tuple[Any, ...]]
 
 
 class Handed(NamedTuple):
-    """What became of a command, by worker: the answer, why a controller is not obeyed, how the process ended. A worker
-    that is in none of them has not acknowledged it."""
+    """What became of a command, by worker (of a question: by node): the answer, why a controller is not obeyed, how the
+    process ended. A receiver that is in none of them has not acknowledged it."""
 
-    answers: dict[int, Any]
-    refused: dict[int, str]
+    answers: dict[Receiver, Any]
+    refused: dict[Receiver, str]
     died: dict[int, str]
 
     def add(self, other: Handed) -> None:
-        for mine, more in zip(self, other, strict=True):
-            mine.update(more)
+        self.answers.update(other.answers)
+        self.refused.update(other.refused)
+        self.died.update(other.died)
 
     @property
-    def workers(self) -> set[int]:
+    def receivers(self) -> set[Receiver]:
         """Of whom it tells."""
         return {*self.answers, *self.refused, *self.died}
 

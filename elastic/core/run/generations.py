@@ -133,6 +133,8 @@ def members_reported(transition: Transition, event: MembersReported) -> None:
         group_joined(transition, event.workers)
     elif event.report == TrainingReached.__name__:
         training_reached(transition, event.workers)
+    elif event.report == StopPromised.__name__:
+        stop_promised(transition, event.workers, event.steps, event.memory)
     elif event.report == WorkerLeft.__name__:
         workers_left(transition, event.workers, event.steps)
 
@@ -249,17 +251,25 @@ def stop_limit_s(settings: RunSettings) -> float:
     return settings.failures.drain_timeout_s * Rounds.of(settings.communication).longest_wait
 
 
-def stop_promised(transition: Transition, event: StopPromised) -> None:
-    phase = transition.state.phase
-    if not isinstance(phase, Pausing) or phase.stop_at is not None or event.worker not in transition.state.members:
+def stop_promised(transition: Transition, workers: Sequence[int], steps: Sequence[int], memory: bool) -> None:
+    phase, members = transition.state.phase, transition.state.members
+    if not isinstance(phase, Pausing) or phase.stop_at is not None:
+        return
+    promises: dict[int, int] = {}
+    lacking = len(members) - len(phase.answers)
+    for worker, step in zip(workers, steps, strict=True):
+        if worker in members and lacking:
+            lacking -= worker not in phase.answers and worker not in promises
+            promises[worker] = step
+    if not promises:
         return
     # A run that stops for good needs the checkpoint in storage, and so does one with a node that takes no snapshots.
-    durable = phase.durable or phase.purpose == "stop" or not event.memory
-    _promised(transition, replace(phase, durable=durable), event.worker, event.step)
+    durable = phase.durable or phase.purpose == "stop" or not memory
+    _promised(transition, replace(phase, durable=durable), promises)
 
 
-def _promised(transition: Transition, phase: Pausing, worker: int, step: int) -> None:
-    answers = phase.answers.put({worker: step})
+def _promised(transition: Transition, phase: Pausing, promises: Mapping[int, int]) -> None:
+    answers = phase.answers.put(promises)
     transition.enter(replace(phase, answers=answers))
     if len(answers) == transition.state.world_size:
         stop_at = max(answers.values())
@@ -330,7 +340,7 @@ def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
         transition.enter(replace(phase, was=running))
         transition.leave_generation((event.worker,))
         if phase.stop_at is None:
-            _promised(transition, replace(phase, was=running, durable=True), event.worker, event.step)
+            _promised(transition, replace(phase, was=running, durable=True), {event.worker: event.step})
     else:
         transition.enter(running)
     if len(running.completed) == transition.state.world_size:

@@ -193,7 +193,7 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
         case ev.RestoreFailed():
             generations.restore_failed(transition, event)
         case ev.StopPromised():
-            generations.stop_promised(transition, event)
+            generations.stop_promised(transition, (event.worker,), (event.step,), event.memory)
         case ev.MemoryLost():
             generations.memory_lost(transition, event)
         case ev.WorkerLeft():

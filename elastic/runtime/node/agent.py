@@ -26,11 +26,10 @@ import ray
 
 from elastic.checkpoint.memory.link_probe import Points, measure_link
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
-from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.rounds import PARAMETER_SERVER
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.data.steps import StepReport
-from elastic.core.errors import Fenced
+from elastic.core.errors import ElasticError, Fenced, UsageError
 from elastic.core.settings import RunSettings
 from elastic.runtime import handed_environment
 from elastic.runtime.messages import Beat, Command, Handed, NodeFacts, NodeReply, NodeReports, Part, Post, Reply
@@ -40,6 +39,7 @@ from elastic.runtime.node.fork_server import ForkServer
 from elastic.runtime.node.gathering import Gathering
 from elastic.runtime.node.heartbeats import open_mailbox, receive
 from elastic.runtime.node.report_relay import LINGER_S, ReportRelay
+from elastic.runtime.node.shard_records import ShardRecords
 from elastic.runtime.node.uplink import Posts, Replies, Uplink
 from elastic.runtime.processes import Computing, is_stopped
 from elastic.transport.handshake import Address, connect
@@ -64,6 +64,8 @@ _BUSY_S = 10.0
 _LOOKED_AT_S, _COMPUTING_EVERY_S, _COMPUTES = 2.0, 4.0, 0.5
 # Two tries take less than the default time limit of a survey.
 _REACH_LIMIT_S = 0.7
+# Methods that answer questions; see `Downlink`.
+_QUESTIONS = frozenset(("memory_held", "memory_records"))
 
 
 class AgentActor:
@@ -81,6 +83,7 @@ class AgentActor:
         self._token = token
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._memory = SnapshotServer(token, host)
+        self._records = ShardRecords(self._memory)
         self._parameters = _shard_server(settings, token, host)
         self._node = node
         self._failures = failures
@@ -90,7 +93,7 @@ class AgentActor:
         self._pids: dict[int, int] = {}
         self._watched: dict[int, int] = {}
         self._heard: dict[int, float] = {}
-        self._downlink = Downlink(node, self._heed, failures.probe_timeout_s)
+        self._downlink = Downlink(node, self._heed, self._answer)
         # Of workers that are silent.
         self._computing: dict[int, Computing] = {}
         self._gone: dict[int, str] = {}
@@ -138,19 +141,9 @@ class AgentActor:
         """The complete snapshot shards on this node."""
         return self._memory.held()
 
-    async def memory_record(self, held: Held, others: Mapping[int, Address] | None = None) -> ShardRecord:
-        """The record of one shard, with content checks computed from its bytes. Raises IntegrityError.
-
-        A shard that exists here only as parity is rebuilt first from the other shards of its stripe, which are read
-        from `others` (by rank); it is then held as a replica. Raises StorageError when they cannot be read.
-        """
-        if held.stripe:
-            held = await asyncio.to_thread(self._memory.rebuild, held, others or {})
-        return await asyncio.to_thread(self._memory.record, held)
-
-    async def memory_progress(self) -> int:
-        """A counter that grows while any `memory_record` makes progress."""
-        return self._memory.worked_bytes()
+    async def memory_records(self, *wanted: Any) -> bytes | int:
+        """What the manifest of a snapshot needs of shards on this node; see `ShardRecords.of`."""
+        return await self._records.of(*wanted)
 
     async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:
         """The nodes that cannot be reached from here, after two tries each."""
@@ -198,8 +191,14 @@ class AgentActor:
                 os.kill(pid, signal.SIGKILL)
 
     async def hand_on(self, command: Command, parts: Mapping[str, Part]) -> Handed:
-        """A command for workers of this node, and of those that have it as relay; see `Downlink`."""
+        """A command for workers of this node, and of those that have it as relay, or a question to their agents; see
+        `Downlink`."""
         return await self._downlink.hand_on(command, parts)
+
+    async def asked(self, incarnation: int, name: str, *args: Any) -> Any:
+        """A question of the controller of that incarnation to this agent alone. Raises Fenced."""
+        self._heed(incarnation)
+        return await self._answer(name, *args)
 
     async def relay(self, worker: int, heard: int, reports: Sequence[StepReport]) -> Reply | None:
         """A worker's step reports, for the controller of incarnation `heard`. Its answer, or None: the worker then
@@ -234,14 +233,24 @@ class AgentActor:
         """How many beats and reports of other nodes the controller has taken from this agent."""
         return self._uplink.passed_on
 
-    async def handed_on(self) -> tuple[int, int]:
-        """How many commands workers of this node have acknowledged to this agent, and other nodes' to those nodes'."""
-        return self._downlink.handed_on, self._downlink.passed_down
+    async def handed_on(self) -> tuple[int, int, int]:
+        """How many commands workers of this node have acknowledged to this agent, and other nodes' to those nodes'; and
+        how many questions those nodes' agents have answered to it."""
+        return self._downlink.handed_on, self._downlink.passed_down, self._downlink.answered
 
     async def ping(self) -> bool:
         return True
 
     # --- inside ---
+
+    async def _answer(self, name: str, *args: Any) -> Any:
+        """An error is an answer, too: the question travels with those to other nodes."""
+        if name not in _QUESTIONS:
+            raise UsageError(f"a node's agent has no question {name!r}")
+        try:
+            return await getattr(self, name)(*args)
+        except ElasticError as error:
+            return error
 
     def _fork_server(self, settings: RunSettings, niceness: int) -> ForkServer | None:
         if not settings.fork_workers:

@@ -1,4 +1,4 @@
-"""The way from the controller to the workers of many nodes: by relays, and by the nodes' agents.
+"""The way from the controller to the workers of many nodes, and to the nodes' agents: by relays, and by the agents.
 
 A call of an actor takes the controller the better part of a millisecond, whoever answers: 80,000 workers are a minute.
 So one relay is given the commands for about a hundred nodes, and one agent those for the workers of its node. Nothing
@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from elastic.core.errors import Fenced
-from elastic.runtime.messages import Command, Handed, Part
+from elastic.runtime.messages import Command, Handed, Part, Receiver
 from elastic.runtime.ray_errors import sentence
 
 # What of the limit for the answer a relay has for its agents, and an agent for its workers: one that is late costs
@@ -24,27 +24,30 @@ _OF_RELAY, _OF_AGENT = 0.8, 0.6
 _EACH_S = 0.001
 
 
-def answer_limit_s(patience_s: float, workers: int) -> float:
-    """For a stop with so many workers behind it. In `patience_s` a living process answers: `probe_timeout_s`."""
-    return patience_s + _EACH_S * workers
+def answer_limit_s(patience_s: float, receivers: int) -> float:
+    """For a stop with so many receivers behind it. In `patience_s` a living process answers a command
+    (`probe_timeout_s`), or has had its time for a question."""
+    return patience_s + _EACH_S * receivers
 
 
 class Downlink:
-    """Of one node's agent. `heed` raises Fenced for a controller that was replaced; `patience_s` see `answer_limit_s`.
-    Workers and agents are actor handles, or what has their methods."""
+    """Of one node's agent. `heed` raises Fenced for a controller that was replaced; `itself` answers what is asked of
+    the agent. Workers and agents are actor handles, or what has their methods."""
 
-    def __init__(self, node: str, heed: Callable[[int], None], patience_s: float) -> None:
+    def __init__(self, node: str, heed: Callable[[int], None], itself: Callable[..., Awaitable[Any]]) -> None:
         self._node = node
         self._heed = heed
-        self._patience_s = patience_s
+        self._itself = itself
         # Of this node, by number; and of the nodes that have it as relay.
         self.workers: dict[int, Any] = {}
         self._agents: dict[str, Any] = {}
-        # How many commands of other nodes' workers their agents have acknowledged here, and this node's workers.
-        self.passed_down = self.handed_on = 0
+        # How many commands this node's workers have acknowledged here, and other nodes' workers to their agents; and
+        # how many questions these agents have answered.
+        self.handed_on = self.passed_down = self.answered = 0
 
     async def hand_on(self, command: Command, parts: Mapping[str, Part]) -> Handed:
-        """To the workers of this node and to the agents of the others. Returns once all have answered, or are late.
+        """To the workers of this node, or to itself, and to the agents of the others. Returns once all have answered,
+        or are late.
 
         Raises Fenced.
         """
@@ -52,31 +55,34 @@ class Downlink:
         handed = Handed({}, {}, {})
         self._agents.update({node: part.agent for node, part in parts.items() if part.agent is not None})
         own = parts.get(self._node)
-        work = [] if own is None else [self._to_workers(command, own, handed)]
+        work = [] if own is None else [self._to_own(command, own, handed)]
         work += [self._to_agent(command, node, part, handed) for node, part in parts.items() if node != self._node]
         behind = sum(len(part.own) for part in parts.values())
-        await _within(_OF_RELAY * answer_limit_s(self._patience_s, behind), work)
+        await _within(_OF_RELAY * answer_limit_s(command.patience_s, behind), work)
         return handed
 
-    async def _to_workers(self, command: Command, part: Part, handed: Handed) -> None:
-        told = [self._to_worker(command, number, own, handed) for number, own in part.own.items()]
-        await _within(_OF_AGENT * answer_limit_s(self._patience_s, len(told)), told)
+    async def _to_own(self, command: Command, part: Part, handed: Handed) -> None:
+        told = [self._to_one(command, receiver, own, handed) for receiver, own in part.own.items()]
+        await _within(_OF_AGENT * answer_limit_s(command.patience_s, len(told)), told)
 
-    async def _to_worker(self, command: Command, worker: int, own: tuple[Any, ...], handed: Handed) -> None:
-        handle = self.workers.get(worker)
+    async def _to_one(self, command: Command, receiver: Receiver, own: tuple[Any, ...], handed: Handed) -> None:
+        if isinstance(receiver, str):
+            handed.answers[receiver] = await self._itself(command.name, *command.shared, *own)
+            return
+        handle = self.workers.get(receiver)
         if handle is None:
             return
         try:
             answer = await handle.handed.remote(command.incarnation, command.name, *command.shared, *own)
         except Fenced as error:
-            handed.refused[worker] = sentence(error)
+            handed.refused[receiver] = sentence(error)
         except ray.exceptions.ActorDiedError as error:
-            handed.died[worker] = sentence(error)
+            handed.died[receiver] = sentence(error)
         except ray.exceptions.RayError:
             # The controller calls the worker itself, and finds out why.
             return
         else:
-            handed.answers[worker] = answer
+            handed.answers[receiver] = answer
             self.handed_on += 1
 
     async def _to_agent(self, command: Command, node: str, part: Part, handed: Handed) -> None:
@@ -91,7 +97,10 @@ class Downlink:
             self._agents.pop(node, None)
         else:
             handed.add(found)
-            self.passed_down += len(found.answers)
+            if node in found.answers:
+                self.answered += 1
+            else:
+                self.passed_down += len(found.answers)
 
 
 async def _within(limit_s: float, work: Iterable[Awaitable[None]]) -> None:

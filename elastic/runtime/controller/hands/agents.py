@@ -16,6 +16,7 @@ from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
 from elastic.runtime.messages import NodeFacts
 from elastic.runtime.node.agent import AgentActor
+from elastic.runtime.ray_errors import sentence
 from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Agents:
         self,
         settings: RunSettings,
         attempt: int,
+        incarnation: int,
         controller: Any,
         token: bytes,
         store: StoreThreads,
@@ -47,6 +49,7 @@ class Agents:
     ) -> None:
         self._settings = settings
         self._attempt = attempt
+        self._incarnation = incarnation
         self._controller = controller
         self._token = token
         self._store = store
@@ -99,6 +102,19 @@ class Agents:
     def close(self) -> None:
         for node in self.nodes:
             self.drop(node)
+
+    async def ask(self, node: str, name: str, *args: Any, retry_s: float) -> Any:
+        """A question of `AgentActor.asked`. Its answer; None, where there is none within `retry_s`; an OSError, which
+        says why there will be none."""
+        try:
+            return await asyncio.wait_for(self._ask(node, name, *args), retry_s)
+        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
+            logger.warning("node %s has not answered %s: %s", node[:8], name, error or type(error).__name__)
+            return None if isinstance(error, asyncio.TimeoutError) else ConnectionError(sentence(error))
+
+    async def _ask(self, node: str, name: str, *args: Any) -> Any:
+        agent, _ = await self.of(node)
+        return await agent.asked.remote(self._incarnation, name, *args)
 
     async def unreachable(self, nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """Pairs (node, unreachable node). Each node tries its successors in a ring. A node that does not answer is

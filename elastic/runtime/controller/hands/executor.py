@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,7 +19,7 @@ from elastic.core.settings import RunSettings
 from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
 from elastic.runtime.controller.hands.agents import Agents, OnAgent
-from elastic.runtime.controller.hands.commands import Commands
+from elastic.runtime.controller.hands.commands import Commands, Heard
 from elastic.runtime.controller.hands.generation_specs import memory_plans, shared_spec
 from elastic.runtime.controller.hands.node_measures import NodeMeasures
 from elastic.runtime.controller.hands.placement_groups import SlotKeeper
@@ -68,13 +69,17 @@ class Executor:
         self._slots = SlotKeeper(settings.run_id, attempt, settings.resources_per_worker, emit)
         self._nodes: dict[int, str] = {}
         self._store = StoreThreads(_STORE_THREADS, "elastic-starts")
-        self._agents = Agents(settings, attempt, controller, token, self._store, on_agent)
+        self._agents = Agents(settings, attempt, incarnation, controller, token, self._store, on_agent)
         self._measures = NodeMeasures(self._agents, emit)
         self._workers = Workers(settings, attempt, incarnation, entry, controller, token, self._store, emit)
         patience_s = settings.failures.probe_timeout_s
         self._commands = Commands(incarnation, self._agents, self._node_of, relay_of, emit, patience_s)
         self.snapshots = SnapshotDirectory(
-            settings.run_id, self._agents.of, settings.failures.survey_timeout_s * 0.8, on_steps
+            settings.run_id,
+            self._agents.of,
+            partial(self._commands.ask, self._agents.ask),
+            settings.failures.survey_timeout_s * 0.8,
+            on_steps,
         )
         self.actor_id = self._workers.actor_id
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,13 +109,15 @@ class Executor:
             case act.BeginGeneration():
                 work = self._begin(action)
             case act.EndGeneration():
-                work = self._end(action)
+                limit_s = self._settings.failures.abort_timeout_s
+                work = self._tell(action.workers, "end", limit_s, action.generation, action.cause)
             case act.Probe():
-                work = self._each(action.workers, self._probe)
+                work = self._probe(action.workers)
             case act.ProposeStop():
-                work = self._each(action.workers, self._propose_stop, action.generation)
+                work = self._propose_stop(action)
             case act.CommitStop():
-                work = self._each(action.workers, self._commit_stop, action)
+                work = self._tell(action.workers, "commit_stop", self._stop_retry_s,
+                                  action.generation, action.step, action.durable, action.last)  # fmt: skip
             case act.MeasureNode():
                 work = self._measures.measure(action)
             case act.QuerySnapshots():
@@ -254,30 +261,30 @@ class Executor:
         copies = copies_of(found[0]) if found else Copies()
         self._emit(ev.SnapshotsReported(action.survey, snapshots, unreachable, missing, copies.ranks, copies.nodes))
 
-    async def _end(self, end: act.EndGeneration) -> None:
-        own: dict[int, tuple[Any, ...]] = dict.fromkeys(end.workers, ())
-        limit_s = self._settings.failures.abort_timeout_s
-        await self._commands.tell(self._workers.call, "end", (end.generation, end.cause), own, limit_s)
+    async def _probe(self, workers: Sequence[int]) -> None:
+        """Each by a call of its own: an agent that is late must not be taken for its workers."""
+        await asyncio.gather(*map(self._probe_one, workers))
 
-    async def _probe(self, worker: int) -> None:
+    async def _probe_one(self, worker: int) -> None:
         if await self._workers.call(worker, "ping"):
             self._emit(ev.ProbeAnswered(worker))
 
-    async def _propose_stop(self, worker: int, generation: int) -> None:
-        promise = await self._workers.call(worker, "propose_stop", generation, retry_s=self._stop_retry_s)
-        if promise is not None:
-            self._emit(ev.StopPromised(generation, worker, *promise))
+    async def _propose_stop(self, action: act.ProposeStop) -> None:
+        def heard(promises: Mapping[int, tuple[int, bool] | None]) -> None:
+            for worker, promise in promises.items():
+                if promise is not None:
+                    self._emit(ev.StopPromised(action.generation, worker, *promise))
 
-    async def _commit_stop(self, worker: int, stop: act.CommitStop) -> None:
-        args = (stop.generation, stop.step, stop.durable, stop.last)
-        await self._workers.call(worker, "commit_stop", *args, retry_s=self._stop_retry_s)
+        await self._tell(action.workers, "propose_stop", self._stop_retry_s, action.generation, heard=heard)
+
+    async def _tell(
+        self, workers: Sequence[int], name: str, limit_s: float, *shared: Any, heard: Heard | None = None
+    ) -> None:
+        """A command that has the same arguments for all."""
+        own: dict[int, tuple[Any, ...]] = dict.fromkeys(workers, ())
+        await self._commands.tell(self._workers.call, name, shared, own, limit_s, heard)
 
     # --- inside ---
-
-    async def _each(
-        self, workers: tuple[int, ...], function: Callable[..., Coroutine[Any, Any, None]], *args: Any
-    ) -> None:
-        await asyncio.gather(*(function(worker, *args) for worker in workers))
 
     @property
     def _stop_retry_s(self) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +19,20 @@ from elastic.core.checkpoint.manifest_json import to_json
 from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, found_and_missing, steps_of
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.runtime.messages import Assembled, NodeFacts
+from elastic.runtime.node.shard_records import Wanted
 from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 
-# A node computes digests, and rebuilds lost shards from parity, on request; the time depends on their size. This is how
-# often the node's progress is checked.
-_LOOK_S = 2.0
+# A node computes digests, and rebuilds lost shards from parity, on request; the time depends on their size. After so
+# long it says how far it is. Of the limit for its answer it is a quarter: agents have less of it than the controller.
+_LOOK_S = 1.0
 
 # A node's agent and the node's facts; raises when the node is unavailable.
 AgentOf = Callable[[str], Coroutine[Any, Any, "tuple[Any, NodeFacts]"]]
+
+# A question, by node its arguments, and a limit in seconds -> answers by node; see `Commands.ask` and `Agents.ask`.
+Ask = Callable[[str, Mapping[str, tuple[Any, ...]], float], Awaitable[Mapping[str, Any]]]
 
 # (generation, world size, step reports of each rank): the last reports of a lost worker are stored with its snapshot.
 OnSteps = Callable[[int, int, Mapping[int, Sequence[Mapping[str, Any]]]], None]
@@ -40,15 +45,17 @@ class SnapshotDirectory:
         self,
         run_id: str,
         agent_of: AgentOf,
+        ask: Ask,
         limit_s: float,
         on_steps: OnSteps,
         *,
         look_s: float = _LOOK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit_s` limits the answer to a short request."""
+        """`limit_s` limits the answer to a survey."""
         self._run_id = run_id
         self._agent_of = agent_of
+        self._ask = ask
         self._limit_s = limit_s
         self._on_steps = on_steps
         self._look_s = look_s
@@ -62,11 +69,13 @@ class SnapshotDirectory:
 
         Returns the snapshots that can be assembled, newest first, and sentences that say why newer ones cannot.
         """
-        answers = await asyncio.gather(*(self._ask(node) for node in nodes))
-        self._held = {node: held for node, held in zip(nodes, answers, strict=True) if held}
+        answers = await self._ask("memory_held", dict.fromkeys(nodes, ()), self._limit_s)
+        held_by = {node: held for node, held in answers.items() if isinstance(held, tuple)}
+        # In the order of the nodes, not of their answers.
+        self._held = {node: held_by[node] for node in nodes if held_by.get(node)}
         found, missing = found_and_missing(self._held)
         self._found = {snapshot.id: snapshot for snapshot in found}
-        silent = [node[:8] for node, held in zip(nodes, answers, strict=True) if held is None]
+        silent = [node[:8] for node in nodes if node not in held_by]
         unanswered = (f"node {', '.join(silent)} did not report its snapshots in time",) if silent else ()
         return found, (*unanswered, *missing)
 
@@ -91,14 +100,6 @@ class SnapshotDirectory:
         except asyncio.CancelledError:
             raise StorageError(f"the generation that was to begin from {identifier} is over") from None
 
-    async def _ask(self, node: str) -> tuple[Held, ...] | None:
-        try:
-            held = await asyncio.wait_for(self._call(node, "memory_held"), self._limit_s)
-            return tuple(held)
-        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
-            logger.warning("node %s did not report its snapshots: %s", node[:8], error or type(error).__name__)
-            return None
-
     async def _collect(self, identifier: str, nodes: Sequence[str]) -> Assembled:
         began = time.perf_counter()
         if identifier not in self._found:
@@ -114,16 +115,13 @@ class SnapshotDirectory:
         try:
             known = await self._addresses(snapshot, by_node)
             addresses = [known[node] for node in holders]
-            parts = await asyncio.gather(*(self._records(node, held, addresses) for node, held in by_node.items()))
-            records = sorted((record for part in parts for record in part), key=lambda record: record.rank)
+            told = await self._records({node: _wanted(held, addresses) for node, held in by_node.items()})
         except IntegrityError:
             raise
-        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            if isinstance(cause, IntegrityError):
-                raise cause from None
-            raise StorageError(f"a node that holds a part of {identifier} does not answer: {cause}") from error
+        except (ray.exceptions.RayError, asyncio.TimeoutError, StorageError, OSError) as error:
+            raise StorageError(f"a node that holds a part of {identifier} does not answer: {error}") from error
         # Takes seconds for a thousand ranks: not in the event loop.
+        records = await asyncio.to_thread(_read, told)
         text = await asyncio.to_thread(self._assembled, records)
         self._on_steps(snapshot.generation, *steps_of(record.extra_state for record in records))
         logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
@@ -143,30 +141,30 @@ class SnapshotDirectory:
                 raise answer
         return found
 
-    async def _records(self, node: str, wanted: Sequence[Held], addresses: Sequence[Address]) -> list[ShardRecord]:
-        """The records of the shards on one node. Raises TimeoutError when the node's work on them makes no progress."""
-        asked = (self._call(node, "memory_record", h, {rank: addresses[rank] for rank in h.others}) for h in wanted)
-        work = asyncio.ensure_future(asyncio.gather(*asked))
-        # After a timeout nobody awaits it, and its outcome would be logged as never retrieved.
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        pace, since = -1, self._clock()
-        try:
-            while not (await asyncio.wait((work,), timeout=self._look_s))[0]:
-                now = await self._pace(node)
-                if now > pace:
-                    pace, since = now, self._clock()
-                elif self._clock() - since > NO_PROGRESS_LIMIT_S:
+    async def _records(self, left: dict[str, Wanted]) -> list[bytes]:
+        """The records of the shards on these nodes, as each makes them (`ShardRecords.of`). Raises what a node answers
+        in their place, or TimeoutError when its work on them makes no progress."""
+        told: list[bytes] = []
+        moved = dict.fromkeys(left, (-1, self._clock()))
+        while left:
+            asked = {node: (wanted, self._look_s) for node, wanted in left.items()}
+            answers = await self._ask("memory_records", asked, 4 * self._look_s)
+            now = self._clock()
+            for node, answer in answers.items():
+                if isinstance(answer, Exception):
+                    raise answer
+                if isinstance(answer, bytes):
+                    told.append(answer)
+                    del left[node]
+                elif answer is not None and answer > moved[node][0]:
+                    moved[node] = answer, now
+            for node in left:
+                if now - moved[node][1] > NO_PROGRESS_LIMIT_S:
                     raise asyncio.TimeoutError(f"node {node[:8]} has stood still for {NO_PROGRESS_LIMIT_S:.0f} s")
-            return list(work.result())
-        finally:
-            work.cancel()
-
-    async def _pace(self, node: str) -> int:
-        """The node's progress counter; -1 when it does not answer."""
-        try:
-            return int(await asyncio.wait_for(self._call(node, "memory_progress"), self._limit_s))
-        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError):
-            return -1
+            if left.keys() - answers.keys():
+                # It refuses this controller, which is about to end.
+                await asyncio.sleep(self._look_s)
+        return told
 
     def _assembled(self, records: Sequence[ShardRecord]) -> str:
         whole = assemble(records, run_id=self._run_id, written_at=time.time())
@@ -182,6 +180,11 @@ class SnapshotDirectory:
         ]
         return min(copies, key=lambda held: (bool(held.stripe), held.replica))
 
-    async def _call(self, node: str, method: str, *args: Any) -> Any:
-        agent, _ = await self._agent_of(node)
-        return await getattr(agent, method).remote(*args)
+
+def _wanted(held: Sequence[Held], addresses: Sequence[Address]) -> Wanted:
+    return tuple(held), {rank: addresses[rank] for one in held for rank in one.others}
+
+
+def _read(told: Sequence[bytes]) -> list[ShardRecord]:
+    """By rank. What agents answer is read in this way by Ray, too."""
+    return sorted((record for part in told for record in pickle.loads(part)), key=lambda record: record.rank)  # noqa: S301

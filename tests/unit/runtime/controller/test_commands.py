@@ -40,17 +40,20 @@ class Worker:
         if self.fault is not None:
             raise self.fault
         self.told.append(command)
-        return None
+        return self.number
 
 
 class Agent:
     """A node's agent as far as commands go by it. `away` stands for what its process does in place of answering."""
 
-    def __init__(self, node: str, patience_s: float) -> None:
+    def __init__(self, node: str) -> None:
         self.newest = 0
-        self.downlink = Downlink(node, self.heed, patience_s)
+        self.downlink = Downlink(node, self.heed, self.answer)
         self.away: Callable[[], Awaitable[None]] | None = None
         self.given: list[str] = []
+
+    async def answer(self, *question: Any) -> Any:
+        return self.downlink._node, *question
 
     def heed(self, incarnation: int) -> None:
         if incarnation < self.newest:
@@ -83,10 +86,11 @@ class Cluster:
     def __init__(self, nodes: int, ranks: int, per_relay: int, patience_s: float = PATIENT_S) -> None:
         self.names = [f"n{number}" for number in range(nodes)]
         self.workers = {number: Worker(number) for number in range(nodes * ranks)}
-        self.agents = {name: Agent(name, patience_s) for name in self.names}
+        self.agents = {name: Agent(name) for name in self.names}
         self.calls: Counter[str] = Counter()
         self.direct: set[int] = set()
         self.events: list[Event] = []
+        self.answers: dict[Any, Any] = {}
         self.handles = {name: self._counted(name, agent) for name, agent in self.agents.items()}
         for number, worker in self.workers.items():
             remote = SimpleNamespace(handed=SimpleNamespace(remote=worker.command))
@@ -110,18 +114,29 @@ class Cluster:
 
         return handle_of(called)
 
-    async def send(self, worker: int, name: str, *arguments: Any, retry_s: float) -> None:
+    async def send(self, worker: int, name: str, *arguments: Any, retry_s: float) -> Any:
         self.direct.add(worker)
-        await self.workers[worker].command(1, name, *arguments)
+        return await self.workers[worker].command(1, name, *arguments)
 
     def tell(self) -> None:
         own = {number: (number, "own") for number in self.workers}
-        telling = self.commands.tell(self.send, "begin", ("shared",), own, 2.0)
+        telling = self.commands.tell(self.send, "begin", ("shared",), own, 2.0, self.answers.update)
         asyncio.run(asyncio.wait_for(telling, LIMIT_S))
+
+    def ask(self, limit_s: float = PATIENT_S) -> dict[str, Any]:
+        async def alone(node: str, *question: Any, retry_s: float) -> Any:
+            assert 0 < retry_s <= limit_s
+            self.asked.append(node)
+            return await self.agents[node].answer(*question) if self.agents[node].away is None else None
+
+        self.asked: list[str] = []
+        own = {name: (number,) for number, name in enumerate(self.names)}
+        return asyncio.run(asyncio.wait_for(self.commands.ask(alone, "held", own, limit_s), LIMIT_S))
 
     def assert_all_told(self, times: int = 1) -> None:
         told = {number: worker.told for number, worker in self.workers.items()}
         assert told == {number: [("begin", "shared", number, "own")] * times for number in self.workers}
+        assert self.answers == {number: number for number in self.workers}
 
 
 def test_the_controller_calls_one_agent_of_a_hundred() -> None:
@@ -148,6 +163,29 @@ def test_it_calls_workers_itself_where_nobody_else_could_spare_it_calls(nodes: i
     assert not cluster.calls
     assert cluster.direct == set(cluster.workers)
     cluster.assert_all_told()
+
+
+@pytest.mark.parametrize(("nodes", "per_relay", "calls"), [(400, 100, 4), (100, 0, 0), (64, 100, 1), (3, 0, 0)])
+def test_a_question_goes_to_one_agent_of_a_hundred_and_each_answers(nodes: int, per_relay: int, calls: int) -> None:
+    """Without relays each is asked itself."""
+    cluster = Cluster(nodes, 1, per_relay)
+    assert cluster.ask() == {name: (name, "held", number) for number, name in enumerate(cluster.names)}
+    assert cluster.calls.total() == calls
+    assert cluster.asked == ([] if calls else cluster.names)
+
+
+@pytest.mark.parametrize("away", [gone, frozen])
+@pytest.mark.parametrize(("struck", "behind"), [("n1", {"n1"}), ("n2", {"n2", "n3"})])
+def test_nodes_behind_a_relay_that_does_not_answer_are_asked_themselves(
+    away: Any, struck: str, behind: set[str]
+) -> None:
+    """`n2` is a relay, and has no answer of its own."""
+    cluster = Cluster(6, 1, per_relay=2)
+    cluster.agents[struck].away = away
+    answers = cluster.ask(2.0 if away is frozen else PATIENT_S)
+    assert set(cluster.asked) >= behind if away is frozen else set(cluster.asked) == behind
+    assert answers.pop(struck) is None
+    assert answers == {name: (name, "held", n) for n, name in enumerate(cluster.names) if name != struck}
 
 
 @pytest.mark.parametrize("away", [gone, frozen])
@@ -215,7 +253,7 @@ def test_a_command_of_a_controller_that_was_replaced_ends_where_the_newer_one_is
     refusing = {"a relay": {0, 1, 2, 3}, "an agent": {2, 3}, "a worker": {3}}[stop]
     assert {number for number, worker in cluster.workers.items() if not worker.told} == refusing
     assert cluster.direct == set()
-    assert f"{len(refusing)} workers refuse begin, worker {min(refusing)}: " in caplog.text
+    assert f"{len(refusing)} receivers refuse begin, {min(refusing)}: " in caplog.text
     assert "was replaced" in caplog.text
 
 
@@ -225,7 +263,9 @@ def test_a_message_that_a_relay_holds_while_the_controller_is_replaced_goes_no_f
 
     async def thaws_later() -> None:
         # Its successor's command overtakes it.
-        await cluster.agents["n0"].downlink.hand_on(Command(2, "end", (3, "over")), {"n0": Part(None, {0: (), 1: ()})})
+        await cluster.agents["n0"].downlink.hand_on(
+            Command(2, "end", (3, "over"), PATIENT_S), {"n0": Part(None, {0: (), 1: ()})}
+        )
 
     relay.away = thaws_later
     cluster.tell()

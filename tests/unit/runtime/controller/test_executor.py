@@ -296,9 +296,16 @@ def test_a_generation_that_has_begun_or_is_over_is_not_begun_again() -> None:
         worker.command(1, "begin", GenerationSpec("run", 5, 0, 2), Rendezvous("host", 1), 1, None)
 
 
+# Of a worker, by command.
+ANSWERS: dict[str, Callable[[int], Any]] = {
+    "host_store": lambda _: "store", "propose_stop": lambda worker: (9, worker % 2 == 0) if worker != 17 else None,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("relays", [False, True])
-def test_a_generation_of_many_is_begun_and_ended_by_agents(relays: bool) -> None:
+def test_a_generation_of_many_is_begun_stopped_and_ended_by_agents(relays: bool) -> None:
     nodes, ranks = 10, 8
+    events: list[Any] = []
     calls: list[str] = []
     told: dict[int, list[tuple[Any, ...]]] = {}
 
@@ -307,20 +314,20 @@ def test_a_generation_of_many_is_begun_and_ended_by_agents(relays: bool) -> None
             return f"n{int(node[1:]) // 5 * 5}" if relays else None
 
         nothing: Any = lambda *_: None  # noqa: E731
-        work = Executor(SETTINGS, 1, 1, Entry(), None, b"t" * 32, nothing, nothing, nothing, relay_of=relay_of)
+        work = Executor(SETTINGS, 1, 1, Entry(), None, b"t" * 32, events.append, nothing, nothing, relay_of=relay_of)
 
         def worker(number: int, by: str) -> Actor:
             def answer(method: str, *args: Any) -> Any:
                 if method != "host_store":
                     calls.extend(["a worker"] * (by == "controller"))
                     told.setdefault(number, []).append((method, *args))
-                return "store"
+                return ANSWERS.get(method, lambda _: None)(number)
 
             return Actor(answer)
 
         agents = {}
         for place in range(nodes):
-            downlink = Downlink(f"n{place}", lambda incarnation: None, 1e6)
+            downlink = Downlink(f"n{place}", lambda incarnation: None, nothing)
             for number in range(place * ranks, (place + 1) * ranks):
                 downlink.workers[number] = worker(number, "agent")
                 work._workers.assign(number, place)
@@ -347,17 +354,24 @@ def test_a_generation_of_many_is_begun_and_ended_by_agents(relays: bool) -> None
         await asyncio.sleep(0)
         members = tuple(range(nodes * ranks))
         work.perform(act.BeginGeneration(4, members, None, 7))
+        work.perform(act.ProposeStop(4, members))
+        work.perform(act.CommitStop(4, members, 9, True, last=True))
         work.perform(act.EndGeneration(3, members, "over"))
         await settled(work)
 
     asyncio.run(scenario())
-    assert sorted(calls) == sorted((["n0", "n5"] if relays else [f"n{place}" for place in range(nodes)]) * 2)
+    assert sorted(calls) == sorted((["n0", "n5"] if relays else [f"n{place}" for place in range(nodes)]) * 4)
     for rank, commands in told.items():
         (begun,) = (arguments for method, *arguments in commands if method == "begin")
         spec, *own = begun
         assert (spec.generation, spec.world_size, own) == (4, nodes * ranks, ["store", rank, None])
-        assert ("end", 3, "over") in commands
+        others = [("propose_stop", 4), ("commit_stop", 4, 9, True, True), ("end", 3, "over")]
+        assert [command for command in commands if command[0] != "begin"] == others
     assert len(told) == nodes * ranks
+    # One has no such generation.
+    assert sorted(events, key=lambda event: event.worker) == [
+        ev.StopPromised(4, worker, 9, worker % 2 == 0) for worker in range(nodes * ranks) if worker != 17
+    ]
 
 
 def test_all_nodes_are_tried_at_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from elastic.core.sharding.layout import Chunk
 from elastic.runtime.controller.hands.snapshot_directory import SnapshotDirectory
 from elastic.runtime.messages import Assembled, NodeFacts
 
-LIMIT_S = 20.0
+LIMIT_S, LOOK_S = 20.0, 0.001
 IDENTIFIER = snapshot_id(8, 1)
 
 
@@ -33,42 +33,31 @@ def record(rank: int) -> ShardRecord:
 
 class Agent:
     """Of a node that holds these ranks' shards; `silent` never answers. Of its work on a shard `parts` are done, one
-    each time it is asked how far it is; then it has the record (or never, where it has so many only)."""
+    each time it is asked how far it is; after fifty it has the records (or never, where it has so many only).
+    `refuses` is its answer in place of them."""
 
     def __init__(
-        self, number: int, ranks: Sequence[int], silent: bool = False, parts: int = 0, replicas: Sequence[int] = ()
-    ) -> None:
+        self, number: int, ranks: Sequence[int], silent: bool = False, parts: int = 0, replicas: Sequence[int] = (),
+        refuses: Exception | None = None,
+    ) -> None:  # fmt: skip
         self.facts = NodeFacts("box", ("10.0.0.1", number), "memory")
         self._held = tuple(Held(1, 8, rank, 2, rank in replicas) for rank in (*ranks, *replicas))
-        self._silent = silent
+        self.silent, self._refuses = silent, refuses
         self._pace, self._parts = 0, parts
-        self.done = asyncio.Event()
-        if not parts:
-            self.done.set()
 
-    def go_on(self) -> int:
-        if self._pace < self._parts:
-            self._pace += 1
-        return self._pace
-
-    def __getattr__(self, method: str) -> Any:
-        class Method:
-            @staticmethod
-            async def remote(*args: Any) -> Any:
-                if self._silent:
-                    await asyncio.Event().wait()
-                if method == "memory_held":
-                    return self._held
-                if method == "memory_progress":
-                    pace = self.go_on()
-                    if pace == 50:
-                        self.done.set()
-                    return pace
-                assert method == "memory_record"
-                await self.done.wait()
-                return record(args[0].rank)
-
-        return Method
+    def answer(self, name: str, *arguments: Any) -> Any:
+        if name == "memory_held":
+            return self._held
+        assert name == "memory_records"
+        if self._refuses is not None:
+            return self._refuses
+        if self._parts and self._pace < 50:
+            self._pace = min(self._pace + 1, self._parts)
+            return self._pace
+        (held, others), wait_s = arguments
+        assert others == {}
+        assert wait_s == LOOK_S
+        return pickle.dumps([record(one.rank) for one in held])
 
 
 class Clock:
@@ -81,13 +70,29 @@ class Clock:
         return self.now
 
 
-def snapshots(told: list[Any], limit_s: float = LIMIT_S, **agents: Agent) -> SnapshotDirectory:
+def snapshots(told: list[Any], **agents: Agent) -> SnapshotDirectory:
+    return directory(lambda *steps: told.append(steps), agents)
+
+
+def directory(on_steps: Any, agents: dict[str, Agent]) -> SnapshotDirectory:
+    async def ask(name: str, own: Mapping[str, tuple[Any, ...]], limit_s: float) -> dict[str, Any]:
+        """Not in the order in which they were asked, and each in one of the ways to have no answer."""
+        assert limit_s == (LIMIT_S if name == "memory_held" else 4 * LOOK_S)
+        gone = ConnectionError("node is not part of the run any more")
+        answers = {
+            node: agents[node].answer(name, *own[node]) if node in agents else gone for node in reversed(tuple(own))
+        }
+        silent = [node for node in own if node in agents and agents[node].silent]
+        for node in silent:
+            del answers[node]
+        return answers
+
     async def agent_of(node: str) -> tuple[Any, NodeFacts]:
         if node not in agents:
             raise ConnectionError(f"node {node} is not part of the run any more")
         return agents[node], agents[node].facts
 
-    return SnapshotDirectory("run", agent_of, limit_s, lambda *steps: told.append(steps), look_s=0.001, clock=Clock())
+    return SnapshotDirectory("run", agent_of, ask, LIMIT_S, on_steps, look_s=LOOK_S, clock=Clock())
 
 
 def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
@@ -110,14 +115,11 @@ def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
 
 def test_readers_are_told_of_every_copy_and_one_that_is_gone_since_is_none() -> None:
     async def scenario() -> Assembled:
-        held = SnapshotDirectory("run", agent_of, LIMIT_S, lambda *steps: None)
+        held = directory(lambda *steps: None, agents)
         await held.survey(["a", "b", "c"])
         del agents["c"]
         held.collect(2, IDENTIFIER, ["a", "b", "c"])
         return await held.wait_for(IDENTIFIER)
-
-    async def agent_of(node: str) -> tuple[Any, NodeFacts]:
-        return agents[node], agents[node].facts
 
     agents = {"a": Agent(1, [0], replicas=[1]), "b": Agent(2, [1], replicas=[0]), "c": Agent(3, [], replicas=[0, 1])}
     one, two = ("10.0.0.1", 1), ("10.0.0.1", 2)
@@ -126,7 +128,7 @@ def test_readers_are_told_of_every_copy_and_one_that_is_gone_since_is_none() -> 
 
 def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:
     async def scenario() -> Any:
-        held = snapshots([], 0.01, a=Agent(1, [0]), b=Agent(2, [1], silent=True))
+        held = snapshots([], a=Agent(1, [0]), b=Agent(2, [1], silent=True))
         found = await held.survey(["a", "b", "gone"])
         held.collect(2, IDENTIFIER, ["a"])
         with pytest.raises(IntegrityError, match="cannot be put together any more"):
@@ -172,6 +174,38 @@ def test_a_node_that_stands_still_is_not_waited_for() -> None:
         await held.survey(["a", "b"])
         held.collect(2, IDENTIFIER, ["a", "b"])
         with pytest.raises(StorageError, match="does not answer: node b has stood still for 30 s"):
+            await held.wait_for(IDENTIFIER)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "told"),
+    [
+        (IntegrityError("its bytes are damaged"), IntegrityError, "its bytes are damaged"),
+        (StorageError("rank 0 cannot be read"), StorageError, "does not answer: rank 0 cannot be read"),
+        (ConnectionError("the actor died"), StorageError, "does not answer: the actor died"),
+    ],
+)
+def test_what_a_node_says_in_place_of_its_records_is_told(answer: Exception, kind: type[Exception], told: str) -> None:
+    async def scenario() -> None:
+        held = snapshots([], a=Agent(1, [0]), b=Agent(2, [1], refuses=answer))
+        await held.survey(["a", "b"])
+        held.collect(2, IDENTIFIER, ["a", "b"])
+        with pytest.raises(kind, match=told):
+            await held.wait_for(IDENTIFIER)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+def test_a_node_that_has_stopped_answering_is_given_up() -> None:
+    async def scenario() -> None:
+        silent = Agent(2, [1])
+        held = snapshots([], a=Agent(1, [0]), b=silent)
+        await held.survey(["a", "b"])
+        silent.silent = True
+        held.collect(2, IDENTIFIER, ["a", "b"])
+        with pytest.raises(StorageError, match="node b has stood still for 30 s"):
             await held.wait_for(IDENTIFIER)
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
