@@ -13,6 +13,9 @@ from elastic.core.data.joined_reports import JoinedReports
 # How long an agent waits for the answer to a beat. A restarted controller may be unknown to it for that long.
 BEAT_LIMIT_S = 2.0
 
+# How long a worker waits for its agent's answer to a `Post`. Within it a probe is answered, and a start has longer.
+POST_LIMIT_S = 3.0
+
 # A worker by its number; or the agent of a node, by the node.
 Receiver = int | str
 
@@ -72,11 +75,12 @@ class Reply:
 
 
 class Post(NamedTuple):
-    """A worker's messages that its agent passes on, in order: the worker knows the controller of incarnation
-    `heard`."""
+    """A worker's messages that its agent passes on, in order: the worker knows the controller of incarnation `heard`,
+    and waits for its agent for `limit_s`."""
 
     heard: int
     items: Sequence[Item]
+    limit_s: float = POST_LIMIT_S
 
 
 class QuietNodes(NamedTuple):

@@ -170,23 +170,12 @@ class ControllerActor:
         taken: the worker may have older messages for this controller and sends them first.
         """
         await self._begun()
-        incarnation, loop = self._journal.incarnation, self._loop
-        if heard not in (None, incarnation) and worker in loop.state.fleet.workers:
-            return Reply(incarnation, taken=False)
-        taken = loop.deliver(worker, items, loop.clock.now())
-        return Reply(incarnation, fenced=not taken, durable=loop.durable(worker))
+        return self._loop.answer(worker, items, heard, self._journal.incarnation)
 
     async def deliver_all(self, posts: Mapping[int, Post]) -> dict[int, Reply]:
-        """`deliver` for workers whose agents have joined their messages. Older messages than a worker has sent itself
-        meanwhile are not taken again: they would come after newer ones."""
+        """`deliver` for workers whose agents have joined their messages."""
         await self._begun()
-        incarnation, loop = self._journal.incarnation, self._loop
-        return {
-            worker: Reply(incarnation, durable=loop.durable(worker))
-            if loop.has_taken(worker, post.items)
-            else await self.deliver(worker, post.items, post.heard)
-            for worker, post in posts.items()
-        }
+        return self._loop.answer_all(posts, self._journal.incarnation)
 
     async def node_reports(self, reports: NodeReports) -> NodeReply | None:
         """Step reports of some nodes' workers, joined. None where they are not taken: each worker then sends its own by

@@ -42,7 +42,7 @@ from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
 from elastic.runtime.controller.replay_state import ReplayState
 from elastic.runtime.controller.senses.heartbeat_table import HeartbeatTable
-from elastic.runtime.messages import Item, NodeReports
+from elastic.runtime.messages import Item, NodeReports, Post, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,23 @@ class ControlLoop:
 
     # --- messages of workers ---
 
+    def answer(self, worker: int, items: Sequence[Item], heard: int | None, incarnation: int) -> Reply:
+        """See `ControllerActor.deliver`; `incarnation` is this controller's."""
+        if heard not in (None, incarnation) and worker in self.state.fleet.workers:
+            return Reply(incarnation, taken=False)
+        taken = self.deliver(worker, items, self.clock.now())
+        return Reply(incarnation, fenced=not taken, durable=self.durable(worker))
+
+    def answer_all(self, posts: Mapping[int, Post], incarnation: int) -> dict[int, Reply]:
+        """A worker's messages come in their order, but for those that its agent still had when the worker sent them
+        itself: these are not taken again, after newer ones."""
+        return {
+            worker: Reply(incarnation, durable=self.durable(worker))
+            if items and items[-1].number <= self._newest.get(worker, 0)
+            else self.answer(worker, items, heard, incarnation)
+            for worker, (heard, items, _) in posts.items()
+        }
+
     def deliver(self, worker: int, items: Sequence[Item], now: float) -> bool:
         """A worker's messages, in order. False, and all are ignored, when the worker was removed from the run."""
         if worker not in self.state.fleet.workers:
@@ -139,11 +156,6 @@ class ControlLoop:
                 logger.exception("a message of worker %d could not be taken", worker)
                 self._records.note(unreadable_record(error, worker, item.kind, self.telemetry.step, self._place()))
         return True
-
-    def has_taken(self, worker: int, items: Sequence[Item]) -> bool:
-        """All of them, or newer ones. A worker's messages come in their order, but for those that its agent still had
-        when the worker sent them itself."""
-        return bool(items) and items[-1].number <= self._newest.get(worker, 0)
 
     def node_reports(self, reports: NodeReports, now: float) -> bool:
         """Step reports of some nodes' workers. False, and nothing is taken, where a worker is not part of the run, or

@@ -206,7 +206,8 @@ class AgentActor:
         return await self._relay.deliver(worker, heard, reports)
 
     async def pass_post(self, worker: int, post: Post) -> Reply | None:
-        """What a worker says at the start of a generation. The controller's answer, or None: it then says it itself."""
+        """What a worker says when a generation starts or ends. The controller's answer, or None: it then says it
+        itself."""
         return await self._posts.deliver(worker, post)
 
     async def pass_posts(self, posts: Posts) -> Replies | None:
@@ -226,7 +227,7 @@ class AgentActor:
         return self._relay.taken
 
     async def posts_taken(self) -> int:
-        """How often the controller has answered to this agent what a worker says at the start of a generation."""
+        """How often the controller has answered to this agent what a worker says when a generation starts or ends."""
         return self._uplink.posts_taken
 
     async def passed_on(self) -> int:

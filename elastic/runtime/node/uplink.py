@@ -1,10 +1,10 @@
 """The way from a node's agent to the controller, by another node's agent where a run has many nodes.
 
 One controller can answer some thousand calls per second, and ten thousand nodes would make fifty thousand. Where the
-controller names another node's agent as relay, quiet beats, step reports and what workers say when a generation starts
-go to that one, which joins those of about a hundred nodes. Whatever is not taken there (the relay is gone, slow, or cut
-off) goes to the controller itself at once: a relay saves work, and nothing depends on it. What is not quiet never goes
-by a relay.
+controller names another node's agent as relay, quiet beats, step reports and what all workers say when a generation
+starts or ends go to that one, which joins those of about a hundred nodes. Whatever is not taken there (the relay is
+gone, slow, or cut off) goes to the controller itself at once: a relay saves work, and nothing depends on it. What is
+not quiet never goes by a relay.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Replies = Mapping[int, Reply]
 WITHOUT_RELAY_S = 10.0
 # Less than a worker waits for its agent (`worker.delivery`): the controller's slowness is not the agent's.
 _REPORTS_LIMIT_S = 0.8
-# For what workers say when a generation starts: half of it for the relay. Less than a worker waits, and long enough for
-# a controller that has just begun a generation of many.
-POSTS_LIMIT_S = 2.4
+# What of a worker's wait for its agent is for what workers say when a generation starts or ends: half of it for the
+# relay. At a start that is long enough for a controller that has just begun a generation of many.
+_OF_POST = 0.8
 # What of a limit for a relay the relay has for the controller: an answer without the controller's is one, too, and no
 # reason to leave the relay.
 _OF_LIMIT = 0.6
@@ -97,8 +97,9 @@ class Uplink:
 
     async def posts(self, posts: Posts) -> Replies:
         """The controller's answers to messages of this node's workers. Raises OSError or TimeoutError without one."""
-        passed: Replies | None = await self._by_relay(POSTS_LIMIT_S / 2, "pass_posts", posts)
-        replies = passed if passed is not None else await self._deliver_all(posts, POSTS_LIMIT_S / 2)
+        limit_s = _half_limit_s(posts)
+        passed: Replies | None = await self._by_relay(limit_s, "pass_posts", posts)
+        replies = passed if passed is not None else await self._deliver_all(posts, limit_s)
         self.posts_taken += len(replies)
         return replies
 
@@ -149,7 +150,7 @@ class Uplink:
 
     async def _send_posts(self, parts: dict[int, Posts]) -> Mapping[int, Replies]:
         posts = {worker: post for part in parts.values() for worker, post in part.items()}
-        replies = await self._deliver_all(posts, _OF_LIMIT * POSTS_LIMIT_S / 2)
+        replies = await self._deliver_all(posts, _OF_LIMIT * _half_limit_s(posts))
         self.passed_on += len(parts)
         return {first: {worker: replies[worker] for worker in part} for first, part in parts.items()}
 
@@ -169,6 +170,11 @@ def joined_nodes(parts: tuple[NodeReports, ...]) -> NodeReports:
         parts[0].heard,
         tuple(merged(steps[place]) for place in sorted(steps)),
     )
+
+
+def _half_limit_s(posts: Posts) -> float:
+    """Of those who have the least time."""
+    return _OF_POST * min(post.limit_s for post in posts.values()) / 2
 
 
 async def _connected(answer: Awaitable[_T]) -> _T:

@@ -94,7 +94,7 @@ class WorkerActor:
         self._stores: dict[int, Rendezvous] = {}
         self._work: queue.SimpleQueue[_Current] = queue.SimpleQueue()
         self._heartbeats: HeartbeatSender | None = None
-        self._delivery = Delivery(worker, controller)
+        self._delivery = Delivery(worker, controller, settings.failures.abort_timeout_s)
         self._outbox = Outbox(self._delivery, on_fenced=lambda: self._quit("it was removed from the run"))
         self._store: CheckpointStore | None = None
         self._writer: BackgroundWriter | None = None
@@ -171,8 +171,8 @@ class WorkerActor:
         return self._obey(incarnation, name, args, many=False)
 
     def handed(self, incarnation: int, name: str, *args: Any) -> Any:
-        """`command` by the node's agent, as where there are many workers: what each says at the start of a generation
-        goes back by the agent, too."""
+        """`command` by the node's agent, as where there are many workers: what each says at the start and at the end of
+        a generation goes back by the agent, too."""
         return self._obey(incarnation, name, args, many=True)
 
     def _obey(self, incarnation: int, name: str, args: tuple[Any, ...], many: bool) -> Any:

@@ -1,5 +1,5 @@
 """Sends a worker's messages to the controller: step reports through its node's agent, where there are many workers what
-starts a generation as well, and everything else itself."""
+all of them say when a generation starts or ends as well, and everything else itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from elastic.core.events import GroupJoined, TrainingReached
-from elastic.runtime.messages import Item, Post, Reply
+from elastic.core.events import CollectiveFailed, GroupJoined, MemoryLost, TrainingReached, WorkerCompleted, WorkerLeft
+from elastic.runtime.messages import POST_LIMIT_S, Item, Post, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -19,24 +19,27 @@ _LIMIT_S = 5.0
 # An agent answers within its own limit for the controller. One that does not is frozen, and its node is suspected
 # earlier: what the controller hears of this worker must not wait for it again soon.
 AGENT_LIMIT_S, _WITHOUT_AGENT_S = 1.0, 30.0
-# More than the agent gives the controller (`node.uplink`). Within it a probe is answered, and a start has longer.
-_POST_LIMIT_S = 3.0
-# What every worker of a generation says when it starts.
-_OF_A_START = frozenset(event.__name__ for event in (GroupJoined, TrainingReached))
-_KINDS_OF_A_START = frozenset(("restored", "moved", "step"))
+# What every worker of a generation says when it starts, and when it ends.
+_OF_AN_END = frozenset(event.__name__ for event in (CollectiveFailed, MemoryLost, WorkerCompleted, WorkerLeft))
+_OF_ALL = frozenset(event.__name__ for event in (GroupJoined, TrainingReached)) | _OF_AN_END
+_KINDS_OF_ALL = frozenset(("restored", "moved", "step"))
+# Of the time that a worker has to leave: one whose agent is frozen says it itself in the rest.
+_OF_ABORT = 0.6
 
 
 class Delivery:
     """Called by the outbox, on its thread. Raises what Ray raises where the controller cannot be reached.
 
-    `many`: there are many workers. What all of them say when a generation starts then goes through the agent too.
+    `many`: there are many workers. What all of them say when a generation starts or ends then goes through the agent
+    too. They have `abort_timeout_s` to leave it.
     """
 
-    def __init__(self, worker: int, controller: Any) -> None:
+    def __init__(self, worker: int, controller: Any, abort_timeout_s: float) -> None:
         self._worker = worker
         self._controller = controller
         self._agent: Any = None
         self._not_before = 0.0
+        self._end_limit_s = min(POST_LIMIT_S, _OF_ABORT * abort_timeout_s)
         self.many = False
 
     def through(self, agent: Any) -> None:
@@ -56,8 +59,10 @@ class Delivery:
         """Nothing urgent may wait for other workers, unless all of them say it, and each would wait for all calls."""
         if all(item.kind == "step" and (self.many or not item.urgent) for item in items):
             return self._by_agent("relay", AGENT_LIMIT_S, heard, [item.data for item in items])
-        if self.many and all(map(_of_a_start, items)):
-            return self._by_agent("pass_post", _POST_LIMIT_S, Post(heard, list(items)))
+        if self.many and all(item.kind in _KINDS_OF_ALL or _event(item) in _OF_ALL for item in items):
+            ends = any(_event(item) in _OF_AN_END for item in items)
+            limit_s = self._end_limit_s if ends else POST_LIMIT_S
+            return self._by_agent("pass_post", limit_s, Post(heard, list(items), limit_s))
         return None
 
     def _by_agent(self, method: str, limit_s: float, *arguments: Any) -> Reply | None:
@@ -71,5 +76,5 @@ class Delivery:
         return reply
 
 
-def _of_a_start(item: Item) -> bool:
-    return item.data["event"] in _OF_A_START if item.kind == "event" else item.kind in _KINDS_OF_A_START
+def _event(item: Item) -> str:
+    return str(item.data["event"]) if item.kind == "event" else ""

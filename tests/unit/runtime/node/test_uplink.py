@@ -182,9 +182,10 @@ def test_reports_of_several_nodes_are_one_message_and_each_gets_its_part_of_the_
     run(scenario)
 
 
-def posts(node: int) -> dict[int, Post]:
-    """Of two workers of a node."""
-    return {worker: Post(5, [Item("event", worker)]) for worker in (2 * node, 2 * node + 1)}
+def posts(node: int, limit_s: float = 3.0) -> dict[int, Post]:
+    """Of two workers of a node, of which the second has so little time."""
+    first, second = 2 * node, 2 * node + 1
+    return {first: Post(5, [Item("event", first)]), second: Post(5, [Item("event", second)], limit_s)}
 
 
 def replies(node: int) -> dict[int, Reply]:
@@ -208,17 +209,16 @@ def test_what_workers_of_several_nodes_say_is_one_message_and_each_gets_its_answ
 
 
 @pytest.mark.parametrize("relay", [Frozen(), Gone()])
-def test_what_a_relay_does_not_pass_on_is_said_to_the_controller(relay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uplink, "POSTS_LIMIT_S", 2.0)
-
+def test_what_a_relay_does_not_pass_on_is_said_to_the_controller(relay: Any) -> None:
     async def scenario() -> None:
         controller = Controller()
         [leaf] = uplinks(controller, 1)
         controller.relay = Handle(relay)
         await leaf.beat(Beat("n0", {}))
         for _ in range(2):
-            assert await leaf.posts(posts(0)) == replies(0)
-        assert controller.posts == [posts(0)] * 2
+            assert await leaf.posts(posts(0, 1.0)) == replies(0)
+        assert uplink._half_limit_s(posts(0, 1.0)) == 0.4, "the second one's agent has 0.8 s, and so long its relay"
+        assert controller.posts == [posts(0, 1.0)] * 2
         controller.away = True
         with pytest.raises(ConnectionError):
             await leaf.posts(posts(0))

@@ -62,7 +62,7 @@ class Run:
         )
         self.boxes = []
         for worker in (0, 1):
-            delivery = Delivery(worker, self.handles)
+            delivery = Delivery(worker, self.handles, 3.0)
             delivery.through(self.handles)
             self.boxes.append(Outbox(delivery, on_fenced=lambda: None, retry_s=0.001))
 
@@ -181,7 +181,7 @@ def test_urgent_messages_and_those_of_a_worker_that_has_heard_of_nobody_do_not_g
         return SimpleNamespace(remote=lambda *args: used.append(name))
 
     handles = SimpleNamespace(deliver=method("deliver"), relay=method("relay"))
-    delivery = Delivery(0, handles)
+    delivery = Delivery(0, handles, 3.0)
     delivery.through(handles)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "get", lambda call, timeout: "answer")
@@ -198,6 +198,7 @@ def said(event: ev.Event) -> Item:
 
 JOINED, TRAINS = said(ev.GroupJoined(1, 0)), said(ev.TrainingReached(1, 0, 0))
 FAILED, LEFT = said(ev.CollectiveFailed(1, 0, 3, "reset")), said(ev.WorkerLeft(1, 0, 3))
+RAISED, DONE = said(ev.UserCodeFailed(1, 0, 3, "KeyError", "")), said(ev.WorkerCompleted(1, 0, 3, True))
 RESTORED = Item("restored", {"generation": 1})
 
 
@@ -208,14 +209,16 @@ RESTORED = Item("restored", {"generation": 1})
         ([JOINED, RESTORED, TRAINS], "pass_post"),
         ([MOVED, TRAINS, item(1, 0, urgent=True)], "pass_post"),
         ([item(1, 0, urgent=True)], "relay"),
-        # Somebody may wait for these, or they say what ends a generation.
-        ([FAILED], "deliver"),
-        ([LEFT], "deliver"),
-        ([TRAINS, FAILED], "deliver"),
+        ([LEFT], "pass_post"),
+        ([TRAINS, FAILED, LEFT], "pass_post"),
+        ([DONE], "pass_post"),
+        # Mostly one worker says these, and somebody may wait for them.
+        ([RAISED], "deliver"),
+        ([RAISED, LEFT], "deliver"),
         ([Item("shard", None, replay=True)], "deliver"),
     ],
 )
-def test_where_there_are_many_what_all_say_at_a_start_goes_through_the_agent(
+def test_where_there_are_many_what_all_say_at_a_start_or_an_end_goes_through_the_agent(
     items: list[Item], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []
@@ -225,13 +228,38 @@ def test_where_there_are_many_what_all_say_at_a_start_goes_through_the_agent(
 
     monkeypatch.setattr(ray, "get", lambda call, timeout: "answer")
     handles = SimpleNamespace(deliver=method("deliver"), relay=method("relay"), pass_post=method("pass_post"))
-    delivery = Delivery(0, handles)
+    delivery = Delivery(0, handles, 3.0)
     delivery.through(handles)
     delivery.many = True
     delivery(items, 1)
     delivery.many = False
     delivery(items, 1)
     assert used == [by, "deliver"]
+
+
+@pytest.mark.parametrize(
+    ("items", "abort_timeout_s", "waits_s"),
+    [([JOINED], 1.0, 3.0), ([JOINED, LEFT], 1.0, 0.6), ([LEFT], 30.0, 3.0), ([DONE], 1.0, 0.6)],
+)
+def test_a_worker_that_is_to_leave_has_time_to_say_so_itself(
+    items: list[Item], abort_timeout_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def get(call: Any, timeout: float) -> Any:
+        limits.append(timeout)
+        if call is not None:
+            assert call.limit_s == timeout, "the agent knows it"
+            raise ray.exceptions.GetTimeoutError("frozen")
+
+    monkeypatch.setattr(ray, "get", get)
+    frozen = SimpleNamespace(pass_post=SimpleNamespace(remote=lambda worker, post: post))
+    delivery = Delivery(0, SimpleNamespace(deliver=SimpleNamespace(remote=lambda *_: None)), abort_timeout_s)
+    delivery.through(frozen)
+    delivery.many = True
+    delivery(items, 1)
+    assert limits[0] == waits_s
+    assert len(limits) == 2
 
 
 def test_a_worker_without_an_answer_of_its_agent_does_not_ask_it_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +276,7 @@ def test_a_worker_without_an_answer_of_its_agent_does_not_ask_it_again_soon(monk
 
     monkeypatch.setattr(ray, "get", answer)
     handles = SimpleNamespace(deliver=method("deliver"), relay=method("relay"))
-    delivery = Delivery(0, handles)
+    delivery = Delivery(0, handles, 3.0)
     delivery.through(handles)
     for step in (2, 3):
         delivery([item(step, 0)], 1)
