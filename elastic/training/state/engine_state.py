@@ -285,8 +285,9 @@ class EngineState:
     ) -> Mapping[str, Json] | None:
         if not self._leads(shard) or self.lanes.slice > 0:
             return None
-        grown = late_buffers.grown(self._built, late_buffers.shapes(self.sharded.specs()))
-        extra = read_extra(self._engine, self.sharded, inventory, caller)
+        specs = self.sharded.specs()
+        grown = late_buffers.grown(self._built, late_buffers.shapes(specs))
+        extra = read_extra(self._engine, self.sharded, inventory, caller, specs)
         cuts = {CUTS: to_json(self._cuts)} if self.lanes.slices > 1 and self._cuts is not None else {}
         return {**extra, "model": self._model, "grown_buffers": grown, **cuts}
 

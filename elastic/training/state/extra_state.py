@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import ShardedState
+from elastic.engines.live_state import ShardedState, TensorSpec
 from elastic.engines.optimizer_state import check_groups, encode_scalars, install_groups, read_groups
 
 _KEYS = ("engine", "optimizer", "loss_scaler", "scheduler", "fleeting_buffers", "caller")
 
 
 def read_extra(
-    engine: Engine, state: ShardedState, inventory: Inventory, caller: Mapping[str, Json]
+    engine: Engine,
+    state: ShardedState,
+    inventory: Inventory,
+    caller: Mapping[str, Json],
+    specs: Sequence[TensorSpec] | None = None,
 ) -> dict[str, Json]:
-    """JSON of everything but the tensors; `caller` comes back unchanged from a restore.
+    """JSON of everything but the tensors; `caller` comes back unchanged from a restore. `specs`: the state's, where
+    they are known.
 
     Raises UsageError for a scheduler or an optimizer that keeps what JSON cannot hold.
     """
@@ -28,7 +33,7 @@ def read_extra(
             "groups": read_groups(state),
             "scalars": encode_scalars(list(inventory.masters), list(inventory.states)),
         },
-        "fleeting_buffers": [spec.name for spec in state.specs() if not spec.persistent],
+        "fleeting_buffers": [spec.name for spec in (state.specs() if specs is None else specs) if not spec.persistent],
         "caller": dict(caller),
     }
 

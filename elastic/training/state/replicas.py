@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -19,7 +19,7 @@ from elastic.comm.lanes import Lanes
 from elastic.core.errors import IntegrityError
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, ShardedState
+from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, Master, ShardedState, Weight
 from elastic.training.state.verification import listed
 from elastic.training.state.verify_weights import MASK63, fingerprints
 
@@ -52,17 +52,17 @@ class Replicas:
         lanes: Lanes,
         apart: Apart | None = None,
     ) -> None:
-        carried = _carried(inventory)
-        derived = _derived(state, carried)
+        carried, weights = _carried(inventory), state.weights()
+        derived = _derived(weights, carried)
         # Of a shard the ranks of other lanes have no copy.
-        uncut = _uncut(state, inventory) if lanes.count > lanes.stages and state.once is None else set()
+        uncut = _uncut(weights, inventory) if lanes.count > lanes.stages and state.once is None else set()
         # Lanes may differ in size: what all ranks have must be the same sample in each of them.
         everywhere = {what: tensor for what, tensor in derived.items() if what in uncut}
         beside = {what: tensor for what, tensor in derived.items() if what not in uncut}
         tensors = carried | _sample(everywhere, turn) | _sample(beside, turn)
         hashes = dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
-        hashes |= {what: _hash(text) for what, text in _texts(engine, state).items()}
-        experts = {_WEIGHTS + weight.name for weight in state.weights() if weight.experts and state.copies is not None}
+        hashes |= {what: _hash(text) for what, text in _texts(engine, state, inventory.masters).items()}
+        experts = {_WEIGHTS + weight.name for weight in weights if weight.experts and state.copies is not None}
         if state.once is not None:
             experts |= {what for what in carried if not what.startswith(f"{KEPT}/")}
         own = experts if apart is None else {what for what in tensors if apart.weights or _of_optimizer(what)}
@@ -157,10 +157,10 @@ def _carried(inventory: Inventory) -> dict[str, torch.Tensor]:
     return found | {f"{extra.kind}/{extra.chunk.name}": extra.tensor for extra in kept}
 
 
-def _derived(state: ShardedState, carried: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _derived(weights: Iterable[Weight], carried: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights that this rank holds whole, but for those that are masters themselves."""
     known = {tensor.data_ptr() for tensor in carried.values()}
-    whole = (weight for weight in state.weights() if weight.whole)
+    whole = (weight for weight in weights if weight.whole)
     return {_WEIGHTS + weight.name: weight.tensor for weight in whole if weight.tensor.data_ptr() not in known}
 
 
@@ -168,7 +168,7 @@ def _of_optimizer(what: str) -> bool:
     return not what.startswith((f"{MASTER}/", f"{PARAM}/", f"{KEPT}/", _WEIGHTS))
 
 
-def _uncut(state: ShardedState, inventory: Inventory) -> set[str]:
+def _uncut(weights: Iterable[Weight], inventory: Inventory) -> set[str]:
     """What the ranks of all lanes compute alike, by what it is called here: parameters that are not cut.
 
     On an accelerator each of them computes its gradient by itself, in an order that may differ: there copies need not
@@ -177,7 +177,7 @@ def _uncut(state: ShardedState, inventory: Inventory) -> set[str]:
     exact = torch.are_deterministic_algorithms_enabled()
     names = {
         weight.name
-        for weight in state.weights()
+        for weight in weights
         if weight.whole and not weight.sliced and (exact or weight.tensor.device.type == "cpu")
     }
     found = {_WEIGHTS + name for name in names}
@@ -203,11 +203,11 @@ def _sample(tensors: Mapping[str, torch.Tensor], turn: int | None) -> dict[str, 
     return bins[turn % len(bins)]
 
 
-def _texts(engine: Engine, state: ShardedState) -> dict[str, str]:
+def _texts(engine: Engine, state: ShardedState, masters: Iterable[Master]) -> dict[str, str]:
     """What is no tensor, read from where it lives: name -> text, with the same names on every rank."""
     base, extra = state.base, engine.extra_state()
     scalars: dict[str, dict[str, object]] = {}
-    for master in state.masters():
+    for master in masters:
         scalars[master.buffer] = {
             key: value
             for key, value in (base.state.get(master.tensor) or {}).items()

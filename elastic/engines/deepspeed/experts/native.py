@@ -100,10 +100,12 @@ class Counterparts:
 
     def of_names(self, names: Iterable[str]) -> list[str]:
         """Of each name all that ranks have in its place, in one order on all ranks."""
-        return [other for name in names for _, other in self._of(name)]
+        return [other for name in names for _, other in self._of(name)] if self._counts else list(names)
 
     def of_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """All tensors of a model of which this rank has these, in the order of one rank with all experts."""
+        if not self._counts:
+            return list(specs)
         begins: dict[str, int] = {}
         placed: list[tuple[int, int, int, TensorSpec]] = []
         for spec in specs:

@@ -54,8 +54,9 @@ class PartitionedState(ZeroState):
     def weights(self) -> list[Weight]:
         named, trained = dict(named_parameters(self.module)), [name for group in self.groups() for name in group]
         own = [
-            replace(weight, start=first_element(named[weight.name]), experts=is_expert(named[weight.name]))
+            replace(weight, start=first, experts=experts) if experts or first else weight
             for weight in weights_whole(self.module, trained)
+            for first, experts in [(first_element(named[weight.name]), is_expert(named[weight.name]))]
         ]
         # Last: what this rank has lies in the same order as on the others.
         nothing = torch.empty(0)
