@@ -30,7 +30,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=texts(config.get("size", 37), crew.indices),
-        optimizer=torch.optim.AdamW(trained, lr=0.02),
+        optimizer=torch.optim.AdamW(trained, lr=config.get("rate", 0.02)),
+        weights=trainings.weights_of(config),
         config=trainings.deepspeed_config(config),
     )
     return engine, loader

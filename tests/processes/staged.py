@@ -34,7 +34,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             layer.register_forward_hook(lambda module, given, output: output.view(output.shape))
     if config.get("stray"):
         model.scale = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.AdamW(trained(model), lr=0.02)
+    optimizer = torch.optim.AdamW(trained(model), lr=config.get("rate", 0.02))
     options = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
     options["config"] = {**trainings.fsdp2_options(config), "gradient_clipping": config.get("clipping", 0.3)}
     pipeline = elastic.Pipeline(Loss(config), **{"layers": ROW, **config.get("pipeline", {})})
@@ -44,6 +44,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             config.get("size", 37), crew.indices
         ),
         optimizer=optimizer,
+        weights=trainings.weights_of(config),
         tp_plan=config.get("plan") and tp_plan(config["plan"]),
         pipeline=None if config.get("no pipeline") else pipeline,
         **options,

@@ -97,6 +97,12 @@ def of_engine(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[
     return {"config": fsdp2_options(config), "lr_scheduler": schedule}
 
 
+def weights_of(config: dict[str, Any]) -> Any:
+    """What a run begins with; `config["on rank 1"]`: what that rank finds there."""
+    there = config.get("on rank 1")
+    return {"source": there} if there is not None and elastic.get_context().rank == 1 else config.get("weights")
+
+
 def believe_in_half_precision() -> None:
     """DeepSpeed believes that a CPU cannot compute in fp16; torch can. What is tested is the loss scaler's way."""
     from deepspeed.accelerator import get_accelerator

@@ -104,7 +104,7 @@ def assemble(
             raise UsageError(refused)
     if scope.spec.pp > 1:
         streams = isinstance(source.dataset, Stream)
-        require_pipeline(given.model, scope.spec.pp, given.weights, streams, scope.spec.engine, given.pipeline)
+        require_pipeline(given.model, scope.spec.pp, streams, scope.spec.engine, given.pipeline)
     if scope.spec.tp > 1:
         if scope.spec.checkpoint is None:
             if given.weights is not None:

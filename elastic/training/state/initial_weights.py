@@ -4,10 +4,12 @@ model, before ranks share its layers."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import torch
+import xxhash
 
 from elastic.comm.agreement import Agreement
 from elastic.core.errors import IntegrityError, UsageError
@@ -17,6 +19,7 @@ from elastic.engines.live_state import ShardedState, TensorSpec, buffers, frozen
 from elastic.engines.model.description import aliases
 from elastic.engines.model.plain_names import named_buffers, named_parameters
 from elastic.interchange.weights import CheckpointWeights, Weights, match_names, open_weights
+from elastic.training.state.verify_weights import MASK63
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ def load_whole(model: torch.nn.Module, settings: WeightsSettings, agreement: Agr
     _install(begin, model, live, lambda: None, settings, agreement)
 
 
+_Result = TypeVar("_Result")
 # A live tensor, and which elements of which tensors it has.
 _Live = tuple[torch.Tensor, Sequence[Chunk]]
 
@@ -80,30 +84,51 @@ def _install(
     agreement: Agreement,
 ) -> None:
     """Fill what `live` gives, once `begin` has said what there is, and all that must be there was found."""
-    error: Exception | None = None
-    weights: Weights | None = None
-    names: dict[str, str] = {}
-    try:
-        specs = begin()
-        weights = open_weights(settings)
-        names = match_names(
-            {spec.name: spec.shape for spec in specs},
-            aliases(module),
-            [spec.name for spec in specs if not spec.persistent],
-            weights.shapes,
-            settings,
-        )
+    doing = f"reading the weights in {settings.source}"
+    specs, known, weights = _on_all(lambda: (begin(), aliases(module), open_weights(settings)), agreement, doing)
+    elsewhere = _of_other_ranks(weights.shapes, {spec.name for spec in specs} | set(known), agreement, settings.source)
+    optional = [*elsewhere, *(spec.name for spec in specs if not spec.persistent)]
+
+    def fill() -> int:
+        names = match_names({spec.name: spec.shape for spec in specs}, known, optional, weights.shapes, settings)
         before_first()
         for target, name, start in _targets(live()):
             if name in names:
                 _fill(target, weights, names[name], start)
-    except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
-        error = caught
-    agreement.raise_together(error, f"reading the weights in {settings.source}")
-    assert weights is not None
+        return len(names)
+
+    count = _on_all(fill, agreement, doing)
     if isinstance(weights, CheckpointWeights):
         _verify(weights, agreement, settings.source)
-    _log.info("%d tensors were read from %s", len(names), settings.source)
+    _log.info("%d tensors were read from %s", count, settings.source)
+
+
+def _on_all(call: Callable[[], _Result], agreement: Agreement, doing: str) -> _Result:
+    """What it gives, once it has given something on all ranks. Collective."""
+    error: Exception | None = None
+    found: _Result | None = None
+    try:
+        found = call()
+    except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
+        error = caught
+    agreement.raise_together(error, doing)
+    assert found is not None
+    return found
+
+
+def _of_other_ranks(
+    found: Mapping[str, tuple[int, ...]], own: Collection[str], agreement: Agreement, source: str
+) -> list[str]:
+    """What is not this rank's of what was found, but another stage's of a pipeline. Collective.
+
+    Raises UsageError where the ranks have found different tensors."""
+    names = sorted(found)
+    said = repr([(name, tuple(found[name])) for name in names])
+    _, (unlike,) = agreement.any_and_unequal([], [xxhash.xxh3_64_intdigest(said.encode()) & MASK63])
+    if unlike:
+        raise UsageError(f"{source} does not hold the same tensors on all nodes: use a folder that all nodes share")
+    nowhere = agreement.least([name not in own for name in names])
+    return [name for name, absent in zip(names, nowhere, strict=True) if name not in own and not absent]
 
 
 def _targets(tensors: Iterable[_Live]) -> Iterator[tuple[torch.Tensor, str, int]]:

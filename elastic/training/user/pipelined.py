@@ -10,7 +10,6 @@ import torch
 from elastic.core.data.micro_batches import MicroBatch, loss_scale
 from elastic.core.errors import RunOver, UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.core.settings import WeightsSettings
 from elastic.engines.base import MicroStep, Pipelined
 from elastic.training import rng
 from elastic.training.data.loader import ElasticLoader, StepBatches
@@ -106,9 +105,7 @@ class PipelinedEngine(ElasticEngine):
         self._rates.check_first(progress.step + 1, self._open().native.optimizer, self._state.first_rates)
 
 
-def require_pipeline(
-    model: Any, pp: int, weights: WeightsSettings | None, streams: bool, engine: str, pipeline: Any
-) -> None:
+def require_pipeline(model: Any, pp: int, streams: bool, engine: str, pipeline: Any) -> None:
     """Raises UsageError for what cannot be where `pp` ranks share the layers."""
     mesh = f"mesh: {{pp: {pp}}}"
     if engine == "fsdp2" and pipeline is None:
@@ -121,11 +118,6 @@ def require_pipeline(
         raise UsageError(
             f"{mesh} needs a deepspeed.pipe.PipelineModule, which says what the layers are; this model is a "
             f"{type(model).__name__}"
-        )
-    if weights is not None:
-        raise UsageError(
-            f"weights to begin with and {mesh} are not supported together: load them into the layers before "
-            "elastic.initialize"
         )
     if streams:
         raise UsageError(f"streams and {mesh} are not supported together: give a map-style dataset")

@@ -143,11 +143,6 @@ class JobSpec(BaseModel):
         given = [axis for axis in ("sp", "tp", "pp") if getattr(mesh, axis) > 1]
         if mesh.pp > 1 and len(given) > 1 and self.engine != "fsdp2":
             raise ValueError(f"{' and '.join(given)} are supported together with engine: fsdp2; give one of them")
-        if mesh.pp > 1 and self.weights is not None:
-            raise ValueError(
-                "weights and mesh.pp are not supported together: load them into the model before elastic.initialize, "
-                "on every worker"
-            )
         return self
 
     @model_validator(mode="after")

@@ -202,8 +202,6 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("price_per_node_hour: -1\n", "line 3: 'price_per_node_hour'"),
         ("config: [\n", "not valid YAML"),
         ("mesh: {tp: 2, pp: 2}\n", "tp and pp are supported together with engine: fsdp2; give one of them"),
-        ("engine: fsdp2\nweights: {source: there}\nmesh: {pp: 2}\n", "weights and mesh.pp are not supported together"),
-        ("weights: {source: there}\nmesh: {pp: 2}\n", "weights and mesh.pp are not supported together"),
         ("audit: {every_steps: 1}\nmesh: {pp: 2}\n", "with mesh: {pp: 2} a rank computes its layers only"),
         ("communication: {strategy: ring}\nmesh: {pp: 2}\n", "mesh: {pp: 2} a rank has its layers' gradient only"),
         ("gradient_noise: {every_steps: 1}\nmesh: {pp: 2}\n", "mesh: {pp: 2} a rank's gradient is that of its layers"),
