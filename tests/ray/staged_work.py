@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import layered_model
 import loops
+import sharing_model
 import torch
-from layered_model import loss_of, texts
 from staged_model import ROW, Staged, trained
 
 import elastic
@@ -14,13 +15,25 @@ import elastic
 
 def train(config: dict[str, Any]) -> None:
     torch.manual_seed(3)
-    data, model = texts(config["size"]), Staged(0.1, tied=True)
+    _train(config, Staged(0.1, tied=True), layered_model)
+
+
+def sequences(config: dict[str, Any]) -> None:
+    """Stages whose ranks share sequences."""
+    torch.manual_seed(3)
+    model = Staged(0.1, tied=True)
+    sharing_model.share(model)
+    _train(config, model, sharing_model)
+
+
+def _train(config: dict[str, Any], model: Staged, module: Any) -> None:
+    data = module.texts(config["size"])
     optimizer = torch.optim.AdamW(trained(model), lr=0.02)
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=data,
         optimizer=optimizer,
-        pipeline=elastic.Pipeline(loss_of, layers=ROW),
+        pipeline=elastic.Pipeline(module.loss_of, layers=ROW),
         **loops.of_engine(config, optimizer),
     )
     loops.between_steps(config, data)

@@ -113,38 +113,41 @@ def test_experts_are_shared_by_as_many_as_each_generation_can(
 
 
 @pytest.mark.parametrize(
-    ("function", "engine"),
+    ("function", "engine", "sp", "stages"),
     [
-        pytest.param("pipelined_work:train", "deepspeed", id="deepspeed"),
-        pytest.param("staged_work:train", "fsdp2", id="fsdp2"),
+        pytest.param("pipelined_work:train", "deepspeed", 1, 3, id="deepspeed"),
+        pytest.param("staged_work:train", "fsdp2", 1, 3, id="fsdp2"),
+        pytest.param("staged_work:sequences", "fsdp2", 2, 1, id="fsdp2 over sequences"),
     ],
 )
 def test_a_pipeline_has_other_stages_after_a_loss(
-    cluster: LocalCluster, tmp_path: Path, function: str, engine: str
+    cluster: LocalCluster, tmp_path: Path, function: str, engine: str, sp: int, stages: int
 ) -> None:
-    """Two pipelines of two; three workers are one of three rather than one of two and a worker that stands by."""
-    mesh = MeshSettings(pp=3, choices={"pp": (2, 3)})
-    still = started(cluster, tmp_path / "still", "still", function, MeshSettings(pp=2), engine)
+    """Two pipelines of two; three workers are one of three rather than one of two and a worker that stands by. Where
+    two share each sequence, one pipeline of two; two of three workers have all layers."""
+    mesh = MeshSettings(sp=sp, pp=max(2, stages), choices={"pp": tuple(sorted((2, stages)))})
+    still = started(cluster, tmp_path / "still", "still", function, MeshSettings(sp=sp, pp=2), engine)
     still.allow(1 << 30)
     still.start().finish()
 
     run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine)
     # A run grows only to what it has measured to be faster, or predicts.
-    run.config["slower_with_pp"] = {"3": 2.0}
+    run.config["slower_with_pp"] = {str(stages): 2.0}
     run.allow(7)
     run.start()
     run.reach(7)
     run.wait_snapshot(7)
     run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
     run.wait_generation(2)
-    assert run.handle.progress()["world_size"] == 3
+    assert run.handle.progress()["world_size"] == sp * stages
     run.allow(14)
     run.reach(14)
     run.cluster.add_node()
     run.grow_to(4)
     run.finish()
 
-    assert [generation["world_size"] for generation in run.summary()["generations"]] == [4, 3, 4]
+    assert [generation["world_size"] for generation in run.summary()["generations"]] == [4, sp * stages, 4]
+    assert [axes["pp"] for axes in run.meshes().values()] == [2, stages, 2]
     run.assert_whole()
     assert list(run.losses()) == list(still.losses())
     for step, loss in run.losses().items():
