@@ -99,7 +99,8 @@ class MeshSettings:
 @dataclass(frozen=True)
 class Mesh:
     """rank = ((data coordinate * pp + stage) * sp + sequence coordinate) * tp + tensor coordinate. Experts are shared
-    along the data axis, as in DeepSpeed: expert coordinate = data coordinate modulo `ep`. The stages of a pipeline are
+    along the data axis, as in DeepSpeed: expert coordinate = data coordinate modulo `ep`; ranks that share layers, too,
+    divide the experts further. The stages of a pipeline are
     neighbours, unlike in DeepSpeed's own topology: a lost node then takes the fewest pipelines with it."""
 
     dp: int

@@ -6,18 +6,31 @@ from typing import Any
 
 import cells
 import crew
+import layered_model
+import sharing_model
 import torch
 import trainings
 from expert_model import EPS, Balance
-from layered_model import texts
+from layered_model import EVEN, plan
 from routed_model import RoutedMixture
 
 import elastic
 
 
+def written(config: dict[str, Any]) -> Any:
+    """The module of the model: with sequences that ranks may share, or without."""
+    return sharing_model if config.get("sequences") else layered_model
+
+
+def loss_of(config: dict[str, Any], balance: Balance, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """How uneven a part of the sequences spreads over the experts is no part of how uneven the whole does."""
+    found: torch.Tensor = (sharing_model.loss_of if config.get("sequences") else balance.loss)(logits, labels)
+    return found
+
+
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3)
-    model = RoutedMixture(config.get("dropout", 0.0), config.get("noise", 0.0))
+    model = RoutedMixture(config.get("dropout", 0.0), config.get("noise", 0.0), written(config).Transformer, **EVEN)
     model.to(getattr(torch, config.get("precision", "float32")))
     model.model.recomputed = config.get("recomputed", False)
     model.model.layers[1].mlp.experts.w2.requires_grad_(not config.get("frozen", False))
@@ -26,7 +39,12 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     given = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
     given["config"] = {**trainings.fsdp2_options(config), "gradient_clipping": config.get("clipping", 0.3)}
     engine, _, loader, _ = elastic.initialize(
-        model=model, training_data=texts(37, crew.indices), optimizer=optimizer, weights=config.get("weights"), **given
+        model=model,
+        training_data=written(config).texts(37, crew.indices),
+        optimizer=optimizer,
+        weights=config.get("weights"),
+        tp_plan={f"model.{name}": style for name, style in plan().items() if ".mlp." not in name},
+        **given,
     )
     return engine, loader
 
@@ -51,12 +69,13 @@ def steps(config: dict[str, Any], engine: Any, loader: Any, balance: Balance) ->
     for _ in elastic.epochs():
         for tokens, labels in loader:
             last = engine.is_gradient_accumulation_boundary()
-            cells.come_to(config, "forward", last)
-            balance.begin()
-            loss = balance.loss(engine(tokens), labels)
-            cells.come_to(config, "backward", last)
-            engine.backward(loss)
-            cells.come_to(config, "step", last)
-            engine.step()
+            with cells.step_of(config):
+                cells.come_to(config, "forward", last)
+                balance.begin()
+                loss = loss_of(config, balance, engine(tokens), labels)
+                cells.come_to(config, "backward", last)
+                engine.backward(loss)
+                cells.come_to(config, "step", last)
+                engine.step()
             abandoned += elastic.get_context().abandoned
     return abandoned

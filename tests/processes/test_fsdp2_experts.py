@@ -8,7 +8,7 @@ in tests/tensors/test_fsdp2_experts.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from cells import AT, LAST_STEP, MOVED, WHOLE, Part, Run, assert_every_sample_once, of_run, with_a_rank_killed
 from crew import Crew
 from expert_model import EPS, Balance
-from layered_model import text
+from layered_model import EVEN, text
 from routed_model import RoutedMixture
 from test_huggingface import BALANCED, TIED
 from test_huggingface import through as through_hugging_face
@@ -42,14 +42,31 @@ QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
 
 
 def through(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Part], **spec: Any) -> Run:
-    return Run(url, cells.through(crew, url, "routed.train", config, parts, **spec))
+    tp = {**spec, **(parts[-1][2] if len(parts[-1]) == 3 else {})}.get("tp", 1)
+    return Run(url, cells.through(crew, url, "routed.train", config, parts, **spec), tp)
+
+
+def assert_equal(whole: Run, moved: Run) -> None:
+    """Losses, gradient norms and weights, exactly."""
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= EXACT
+    assert_every_sample_once(moved)
+    norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
+    for outcome in moved.outcomes:
+        for report in outcome.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-6), "of all experts, once"
+
+
+BESIDE_LAYERS = {"ep": 2, "ep_sizes": (1, 2), "tp": 2}
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "mesh"),
     [
-        pytest.param(MIXTRAL, id="mixtral-tied-balanced"),
-        pytest.param({"family": "Qwen3Moe", "model": QWEN, "in_loop": True}, id="qwen3-balanced-in-loop"),
+        pytest.param(MIXTRAL, {"ep": 2}, id="mixtral-tied-balanced", marks=SLOW),
+        pytest.param({**MIXTRAL, "in_loop": True}, BESIDE_LAYERS, id="mixtral-layers"),
+        pytest.param({"family": "Qwen3Moe", "model": QWEN, "in_loop": True}, {"ep": 2}, id="qwen3-balanced-in-loop"),
+        pytest.param({"family": "Qwen3Moe", "model": QWEN}, BESIDE_LAYERS, id="qwen3-layers", marks=SLOW),
         # Experts one by one, in fp64.
         pytest.param(
             {
@@ -57,21 +74,26 @@ def through(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Pa
                 "model": {**MIXTRAL["model"], "experts_implementation": "eager"},
                 "precision": "float64",
             },
+            BESIDE_LAYERS,
             id="mixtral-fp64",
             marks=SLOW,
         ),
     ],
 )
 def test_models_of_transformers_equal_one_rank_with_all_experts(
-    crew: Crew, tmp_path: Path, config: dict[str, Any]
+    crew: Crew, tmp_path: Path, config: dict[str, Any], mesh: dict[str, Any]
 ) -> None:
     """Losses have the one that spreads tokens over experts in them, which is of a rank's own micro-batch."""
     config, allowed = {**FSDP2, **config}, EXACT if "precision" in config else ALLOWED
     whole = through_hugging_face(crew, tmp_path / "whole", {**config, "in_loop": False}, WHOLE)
-    moved = through_hugging_face(crew, tmp_path / "moved", config, MOVED, ep=2)
-    assert [outcome.told["coordinates"]["ep"] for outcome in moved.outcomes[-4:]] == [0, 1, 0, 1]
+    first, (two, end_at), last = MOVED
+    parts = (first, (two, end_at, {"ep": 2 // mesh.get("tp", 1)}), last)
+    moved = through_hugging_face(crew, tmp_path / "moved", config, parts, **mesh)
+    assert [outcome.told["coordinates"]["ep"] for outcome in moved.outcomes[-4:]] == (
+        [0, 0, 1, 1] if "tp" in mesh else [0, 1, 0, 1]
+    )
     assert _distance(whole.losses, moved.losses) <= ALLOWED
-    assert _distance(whole.state(), moved.state()) <= allowed
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= allowed
     assert_every_sample_once(moved)
 
 
@@ -108,6 +130,65 @@ def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path:
     assert generations[-1][0].told["calls"] == (1 if in_loop else 3)
 
 
+LAYERS = {"tp": 2, "tp_sizes": (1, 2)}
+OTHERS = [
+    pytest.param(
+        {"in_loop": True, "dropout": 0.2},
+        [((0, 1, 2, 3), 2, {}), ((2, 0), 4, {"ep": 1}), ((3, 1, 2, 0), 6, {}), ((1, 2), None, {"tp": 1})],
+        LAYERS,
+        id="layers",
+    ),
+    # Between submissions: of as many ranks that share each layer all have all experts of their own.
+    pytest.param(
+        {"in_loop": False},
+        [((0, 1, 2, 3), 3, {}), ((2, 0), 5, {"ep": 1, "ep_sizes": ()}), ((1, 3, 0, 2), None, {})],
+        {"tp": 2},
+        id="resumed",
+        marks=SLOW,
+    ),
+    pytest.param(
+        {"sequences": True, "in_loop": True},
+        [((0, 1, 2, 3), 3, {}), ((2, 0), 5, {"ep": 1}), ((1, 3, 0, 2), None, {})],
+        {"sp": 2},
+        id="sequences",
+    ),
+]
+
+
+@pytest.mark.parametrize(("way", "parts", "mesh"), OTHERS)
+def test_experts_are_shared_beside_layers_and_sequences(
+    crew: Crew, tmp_path: Path, way: dict[str, Any], parts: Sequence[Part], mesh: dict[str, Any]
+) -> None:
+    plain = {key: value for key, value in way.items() if key != "in_loop"}
+    whole = through(crew, tmp_path / "whole", {**DOUBLE, **plain}, WHOLE)
+    shared = {"ep": 2, "ep_sizes": (1, 2), **mesh}
+    moved = through(crew, tmp_path / "moved", {**DOUBLE, **way}, [(*a, {**shared, **b}) for *a, b in parts])
+    assert_equal(whole, moved)
+    (report,) = [report for report in moved.outcomes[0].reports if report.step == 2]
+    calls = {(use.op, use.axis) for use in report.collectives}
+    assert ("all_to_all_single", "ep") in calls
+    # Rows are divided among the workers of a cell.
+    assert (("all_gather_into_tensor", "tp") in calls) == ("tp" in mesh)
+
+
+@pytest.fixture
+def eight() -> Iterator[Crew]:
+    made = Crew(8)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "sp": 2}])
+def test_as_many_cells_as_have_the_same_experts(eight: Crew, tmp_path: Path, mesh: dict[str, Any]) -> None:
+    """Eight workers: the experts twice among them, or shared by two cells beside both."""
+    config = {**DOUBLE, "sequences": "sp" in mesh, "in_loop": True}
+    whole = through(eight, tmp_path / "whole", {**config, "in_loop": False}, WHOLE)
+    fewer = {"ep": 1 if "sp" in mesh else 2}
+    parts: Sequence[Part] = ((range(8), 3), ((5, 0, 6, 3), 5, fewer), ((1, 7, 0, 2, 6, 5, 3, 4), None))
+    assert_equal(whole, through(eight, tmp_path / "moved", config, parts, ep=2, ep_sizes=(1, 2), **mesh))
+
+
 def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
     """What the oracle above is worth."""
     whole = through(crew, tmp_path, {**DOUBLE, "schedule": False}, WHOLE)
@@ -121,7 +202,7 @@ def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
 def plain_torch(indices: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Steps of ten samples, and a last one of the rest, in micro-batches of two; the gradient is clipped."""
     torch.manual_seed(3)
-    model = RoutedMixture().double()
+    model = RoutedMixture(**EVEN).double()
     balance, losses = Balance(model), []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.02, eps=EPS)
@@ -166,18 +247,32 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path) -> None:
     assert _distance(still.losses, moved.losses) <= 2e-2
 
 
-@pytest.mark.parametrize("where", ["backward", *(pytest.param(where, marks=SLOW) for where in ("forward", "step"))])
-def test_survivors_of_a_killed_rank_stay_in_their_loop(crew: Crew, tmp_path: Path, where: str) -> None:
-    """Rank 2 has no group with the dead rank but the world's: it waits in a layer for rank 3, which computes."""
-    url, config = tmp_path / "moved", {**DOUBLE, "dropout": 0.2}
-    moved = Run(url, with_a_rank_killed(crew, url, "routed.train", config, where, ep=2))
+@pytest.mark.parametrize(
+    ("where", "mesh"),
+    [
+        *(pytest.param(where, {"ep": 2}, id=f"alone-{where}", marks=SLOW) for where in ("forward", "backward", "step")),
+        pytest.param("backward", BESIDE_LAYERS, id="layers-backward"),
+        pytest.param("forward", BESIDE_LAYERS, id="layers-forward", marks=SLOW),
+        pytest.param("forward", {"ep": 2, "ep_sizes": (1, 2), "sp": 2}, id="sequences-forward", marks=SLOW),
+    ],
+)
+def test_survivors_of_a_killed_rank_stay_in_their_loop(
+    crew: Crew, tmp_path: Path, where: str, mesh: dict[str, Any]
+) -> None:
+    """One of the survivors has no group with the dead rank but the world's: with `ep` alone it waits in a layer for
+    rank 3, which computes."""
+    url, config = tmp_path / "moved", {**DOUBLE, "dropout": 0.0 if "sp" in mesh else 0.2, "sequences": "sp" in mesh}
+    # The loss is of routers that the pass which was lost may not have come to.
+    config["strict"] = "tp" in mesh
+    of_two = {"ep": 2 if mesh == {"ep": 2} else 1}
+    moved = Run(url, with_a_rank_killed(crew, url, "routed.train", config, where, of_two, **mesh), mesh.get("tp", 1))
     whole = through(crew, tmp_path / "whole", config, WHOLE)
     assert _distance(whole.after(AT), moved.losses) <= ALLOWED
-    assert _distance(whole.state(), moved.state()) <= EXACT
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= EXACT
 
 
 def test_a_run_begins_with_the_weights_of_a_checkpoint_of_other_shares(crew: Crew, tmp_path: Path) -> None:
-    first = through(crew, tmp_path / "first", FSDP2, [(range(4), 3)], ep=4)
+    first = through(crew, tmp_path / "first", FSDP2, [(range(4), 3)], ep=2, tp=2)
     (newest, *_) = CheckpointStore(str(tmp_path / "first"), "run").list()
     source = f"{tmp_path / 'first'}/run/checkpoints/{newest.id}"
     config = {**FSDP2, "weights": source}
@@ -187,7 +282,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint_of_other_shares(crew: Cre
     assert _distance(one.state(), two.state()) <= ALLOWED
     assert float(one.losses["loss 1"]) < float(first.losses["loss 1"]), "it begins with what the first has learnt"
     exported = torch.load(elastic.export(source, tmp_path / "out", to="torch") / "model.pt", weights_only=True)
-    for key, value in first.state().items():
+    for key, value in first.state(one.shapes[0]).items():
         kind, name = key.split("/", 1)
         if kind == "master":
             assert torch.equal(exported[name].flatten().double(), value), name

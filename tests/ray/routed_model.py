@@ -3,6 +3,8 @@ as a user would write them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from expert_model import CHOSEN, EXPERTS, FFN
 from layered_model import WIDTH, Transformer
@@ -62,11 +64,13 @@ class Mixture(nn.Module):
 
 
 class RoutedMixture(nn.Module):
-    """The first layer's experts are routed, the second's grouped."""
+    """The first layer's experts are routed, the second's grouped. All else is a `kind`, made with `sizes`."""
 
-    def __init__(self, dropout: float = 0.0, noise: float = 0.0) -> None:
+    def __init__(
+        self, dropout: float = 0.0, noise: float = 0.0, kind: type[Transformer] = Transformer, **sizes: Any
+    ) -> None:
         super().__init__()
-        self.model = Transformer(dropout)
+        self.model = kind(dropout, **sizes)
         for layer, experts in zip(self.model.layers, (Routed(noise), Grouped()), strict=True):
             layer.mlp = Mixture(experts)
 

@@ -15,16 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import Mesh
+from elastic.core.sharding.cuts import Cut
 from elastic.engines.fsdp2 import experts as shared
 from elastic.engines.fsdp2.belongings import Belongings, release
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
-from elastic.engines.fsdp2.meshes import forget_meshes
+from elastic.engines.fsdp2.meshes import EXPERTS as EXPERTS_AXIS
+from elastic.engines.fsdp2.meshes import SAME_EXPERTS, Meshes, forget_meshes
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.live_state import MASTER
@@ -78,7 +82,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
+        self.embed = nn.Embedding(12, WIDTH)
         self.layers = nn.ModuleList([Block(), Block()])
         self.layers[1].experts = Grouped()
         self.layers[0].experts.bias.requires_grad_(False)
@@ -99,24 +103,47 @@ def world() -> Iterator[Any]:
     end()
 
 
-def own_rows(name: str, rows: int, rank: int, size: int, ep: int) -> range:
-    """By this test's own rule: blocks of rows, of a rank's experts over the ranks with the same ones."""
-    begin, ranks, place = 0, size, rank
+PLAN = {"embed": RowwiseParallel(input_layouts=Replicate())}
+
+
+def sharded(model: nn.Module, ep: int, tp: int = 1, sp: int = 1) -> Meshes:
+    """Over the world that has begun, in which experts are shared by `ep` or by none."""
+    mesh, rank = Mesh.of(dist.get_world_size(), sp, tp, ep), dist.get_rank()
+    cell = dist.new_group(list(mesh.along("tp", rank)), use_local_synchronization=True) if tp > 1 else None
+    layers = require_shareable(model, (ep, 1), (tp,))
+    return shard_model(model, OPTIONS, CPU, plan=tuple(PLAN.items()), cell=cell, grid=mesh, layers=layers)
+
+
+def own_rows(name: str, rows: int, rank: int, size: int, mesh: tuple[int, int, int]) -> tuple[range, int]:
+    """By this test's own rule: the first row of a lane, and of those that it has this rank's. Blocks of rows, of a
+    rank's experts over the ranks with the same ones."""
+    ep, tp, sp = mesh
+    lane, place, ranks = rank % tp, rank // tp, size // tp
+    begin, first = 0, 0
+    if tp > 1 and (".experts." in name or name.startswith("embed")):
+        rows //= tp
+        first = lane * rows
     if ".experts." in name:
         rows //= ep
-        begin, ranks, place = rank % ep * rows, size // ep, rank // ep
+        data, part = divmod(place, sp)
+        begin, ranks, place = data % ep * rows, ranks // ep, data // ep * sp + part
     block = -(-rows // ranks)
-    return range(begin + min(rows, place * block), begin + min(rows, (place + 1) * block))
+    return range(begin + min(rows, place * block), begin + min(rows, (place + 1) * block)), first
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "ep"),
+    ("rank", "size", "ep", "tp", "sp"),
     [
-        *((0, 2, 2), (1, 2, 2), (3, 4, 2), (2, 4, 4), (5, 6, 2), (7, 12, 4), (15, 16, 8)),
-        *((0, 1024, 8), (517, 1024, 4), (9, 1024, 8), (1023, 1024, 2), (6, 1000, 8)),
+        *((0, 2, 2, 1, 1), (1, 2, 2, 1, 1), (3, 4, 2, 1, 1), (2, 4, 4, 1, 1), (5, 6, 2, 1, 1), (7, 12, 4, 1, 1)),
+        *((15, 16, 8, 1, 1), (0, 1024, 8, 1, 1), (517, 1024, 4, 1, 1), (9, 1024, 8, 1, 1), (1023, 1024, 2, 1, 1)),
+        *((6, 1000, 8, 1, 1), (1, 2, 1, 2, 1), (1, 4, 2, 2, 1), (2, 4, 2, 2, 1), (11, 16, 2, 4, 1), (29, 32, 4, 2, 1)),
+        *((2, 4, 2, 1, 2), (7, 12, 2, 1, 3), (13, 16, 2, 2, 2), (6, 8, 1, 2, 2), (517, 1024, 2, 4, 1)),
+        *((1023, 1024, 4, 2, 1), (700, 1024, 2, 2, 4), (519, 1024, 8, 1, 16), (37, 1000, 4, 2, 1)),
     ],
 )
-def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(world: Any, rank: int, size: int, ep: int) -> None:
+def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
+    world: Any, rank: int, size: int, ep: int, tp: int, sp: int
+) -> None:
     world(rank, size)
     model = Model()
     with torch.no_grad():
@@ -125,18 +152,23 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(world: Any, rank
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     before = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
-    meshes = shard_model(model, OPTIONS, CPU, experts=(ep,))
+    meshes = sharded(model, ep, tp, sp)
+    assert all(meshes.holds(parameter) for parameter in model.parameters())
     repoint(optimizer, before, dict(model.named_parameters()))
     state = Fsdp2State(model, optimizer, None, meshes)
 
-    assert {spec.name: spec.shape for spec in state.specs()} == {name: tuple(w.shape) for name, w in whole.items()}
-    assert (state.rank, state.world_size, state.copies, state.cuts) == (rank, size, None, None)
+    cut = {name for name in whole if tp > 1 and (".experts." in name or name.startswith("embed"))}
+    assert {spec.name: spec.shape for spec in state.specs()} == {
+        name: (len(w) // (tp if name in cut else 1), *w.shape[1:]) for name, w in whole.items()
+    }
+    assert (state.rank, state.world_size, state.copies) == (rank // tp, size // tp, None)
+    assert (state.cuts or {}) == {name: Cut.evenly(0, whole[name].shape, tp) for name in cut}
     found = {master.names[0]: (master.tensor, master.chunks) for master in state.masters()}
     found |= {extra.chunk.name: (extra.tensor, (extra.chunk,)) for extra in state.frozen()}
     for name, value in whole.items():
-        rows = own_rows(name, value.shape[0], rank, size, ep)
+        rows, first = own_rows(name, value.shape[0], rank, size, (ep, tp, sp))
         tensor, chunks = found.get(name, (value[:0], ()))
-        assert torch.equal(tensor, value[rows.start : rows.stop]), name
+        assert torch.equal(tensor, value[first + rows.start : first + rows.stop]), name
         width = value[0].numel()
         assert [(c.start, c.numel) for c in chunks] == ([(rows.start * width, len(rows) * width)] if rows else []), name
     for name, parameter in model.named_parameters():
@@ -151,15 +183,18 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(world: Any, rank
     assert {part.name: part.start for part in fragments(engine) if part.kind == MASTER} == starts
 
 
-@pytest.mark.parametrize(("size", "ep"), [(4, 2), (6, 2), (8, 8), (12, 4)])
-def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "ep", "tp", "sp"), [(4, 2, 1, 1), (6, 2, 1, 1), (8, 8, 1, 1), (12, 4, 1, 1), (8, 2, 2, 1), (16, 2, 2, 2)]
+)
+def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: int, tp: int, sp: int) -> None:
+    """What each lane has whole as often as there are lanes."""
     counts: dict[str, torch.Tensor] = {}
     for rank in range(size):
         world(rank, size)
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = {id(parameter): name for name, parameter in model.named_parameters()}
-        meshes = shard_model(model, OPTIONS, CPU, experts=(ep,))
+        meshes = sharded(model, ep, tp, sp)
         repoint(optimizer, before, dict(model.named_parameters()))
         state = Fsdp2State(model, optimizer, None, meshes)
         found = [chunk for master in state.masters() for chunk in master.chunks]
@@ -167,9 +202,11 @@ def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: in
         for chunk in found:
             numel = model.get_parameter(chunk.name).numel()
             count = counts.setdefault(chunk.name, torch.zeros(numel))
-            count[chunk.start : chunk.stop] += 1
+            first = numel // tp * (rank % tp) if chunk.name in (state.cuts or {}) else 0
+            count[first + chunk.start : first + chunk.stop] += 1
     assert counts.keys() == {name for name, _ in Model().named_parameters()}
-    assert all(count.eq(1).all() for count in counts.values())
+    for name, count in counts.items():
+        assert count.eq(1 if ".experts." in name or name.startswith("embed") else tp).all(), name
 
 
 def test_nothing_is_left_on_a_model_that_is_given_back_and_it_is_cut_otherwise(world: Any) -> None:
@@ -186,7 +223,7 @@ def test_nothing_is_left_on_a_model_that_is_given_back_and_it_is_cut_otherwise(w
     before, shapes = marks(), {name: p.shape for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    shard_model(model, OPTIONS, CPU, experts=(4, 1, 2, 4))
+    sharded(model, 4)
     repoint(optimizer, named, dict(model.named_parameters()))
     first = dict(model.named_parameters())
     assert marks() != before
@@ -194,13 +231,21 @@ def test_nothing_is_left_on_a_model_that_is_given_back_and_it_is_cut_otherwise(w
     assert marks() == before
     assert model.layers[0].experts.forward is own_forward
     assert {name: p.shape for name, p in model.named_parameters()} == shapes
-    for rank, size, ep in ((2, 3, 1), (0, 2, 2)):
+    for rank, size, ep, tp, rows in ((2, 3, 1, 1, 2), (1, 4, 2, 2, 2), (1, 4, 1, 2, 2), (0, 2, 2, 1, 4)):
         world(rank, size)
-        meshes = shard_model(model, OPTIONS, CPU, experts=(ep, 1, 2, 4))
+        meshes = sharded(model, ep, tp)
         assert all(meshes.holds(parameter) for parameter in model.parameters())
         assert all(now is first[name] for name, now in model.named_parameters())
-        assert model.layers[0].experts.up.to_local().shape[0] == (EXPERTS // ep if ep > 1 else 2)
+        assert model.layers[0].experts.up.to_local().shape[0] == rows
         release(model)
+
+
+def alone(layer: nn.Module) -> None:
+    """The only rank has all of its experts, and its calls travel."""
+    world = dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+    mesh = dist.device_mesh.DeviceMesh("cpu", [[0]], mesh_dim_names=(SAME_EXPERTS, EXPERTS_AXIS))
+    meshes = Meshes(world, experts=mesh, exchange=dist.new_group([0]))
+    shared.share({"experts": layer}, meshes)
 
 
 class Alone:
@@ -226,7 +271,7 @@ def test_a_layer_gives_what_it_gave_before(world: Any, kind: type[nn.Module]) ->
     leaves = [tokens, *([weights] if kind is Routed else []), *layer.parameters()]
     expected = layer(*given)
     gradients = torch.autograd.grad(expected.square().sum(), leaves)
-    shared.share({"experts": layer}, dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("ep",)))
+    alone(layer)
     exchange = Alone()
     layer.forward.exchange.call = exchange.call
     leaves = [tokens, *([weights] if kind is Routed else []), *layer.parameters()]
@@ -244,7 +289,7 @@ def test_a_layer_gives_what_it_gave_before(world: Any, kind: type[nn.Module]) ->
 def test_a_rank_that_gets_no_token_still_has_gradients(world: Any, kind: type[nn.Module]) -> None:
     world(0, 1)
     layer = kind()
-    shared.share({"experts": layer}, dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("ep",)))
+    alone(layer)
     layer.forward.exchange.call = Alone().call
     tokens, weights = torch.ones(0, WIDTH, requires_grad=True), torch.ones(0, 2, requires_grad=True)
     index = torch.ones(0, 2, dtype=torch.int64)
@@ -260,9 +305,8 @@ def test_a_rank_that_gets_no_token_still_has_gradients(world: Any, kind: type[nn
 
 def test_a_graph_that_outlives_its_generation_keeps_no_group(world: Any) -> None:
     world(0, 1)
-    layer, group = Grouped(), dist.new_group([0])
-    mesh = dist.device_mesh.DeviceMesh.from_group([group], "cpu", mesh=torch.tensor([0]), mesh_dim_names=("ep",))
-    shared.share({"experts": layer}, mesh)
+    layer = Grouped()
+    alone(layer)
     layer.forward.exchange.call = Alone().call
     found = layer(torch.ones(1, WIDTH, requires_grad=True), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0]))
     shared.end_exchanges(layer)
@@ -283,7 +327,7 @@ def test_a_graph_that_outlives_its_generation_keeps_no_group(world: Any) -> None
 def test_a_layer_that_is_called_otherwise_is_refused_by_name(world: Any, given: Any, said: str) -> None:
     world(0, 1)
     layer = Routed()
-    shared.share({"experts": layer}, dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("ep",)))
+    alone(layer)
     with pytest.raises(UsageError, match=said):
         layer(*given)
 
@@ -332,7 +376,7 @@ def test_a_sharding_of_the_scripts_own_is_refused(world: Any) -> None:
     model = Model()
     fully_shard(model)
     with pytest.raises(UsageError, match=r"the script has called fully_shard itself, and mesh\.ep shares experts"):
-        shard_model(model, OPTIONS, CPU, experts=(2,))
+        sharded(model, 2)
 
 
 def test_draws_are_noticed_in_the_first_pass_that_trains() -> None:

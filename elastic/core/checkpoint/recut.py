@@ -73,6 +73,10 @@ class Recut:
 
     def said(self, tp: int) -> str:
         """The sentence for the log of a run that is resumed with other slices."""
+        if tp == self.whole.tp:
+            return (
+                f"checkpoint {self.whole.id}: saved and resumed with {said(tp)}, by which other parameters are cut now"
+            )
         return f"checkpoint {self.whole.id}: {change_of_slices((self.whole.tp,), (tp,))}"
 
     def stored(self) -> list[Stored]:

@@ -203,7 +203,9 @@ def part(mesh: Mesh, rank: int) -> Box:
     lanes, lane = mesh.lanes, mesh.lane(rank)
     places, place = mesh.dp * mesh.sp, mesh.data(rank) * mesh.sp + mesh.sequence(rank)
     if mesh.ep > 1:
-        lanes, lane, places, place = mesh.ep, mesh.expert(rank), mesh.dp // mesh.ep, mesh.data(rank) // mesh.ep
+        # The experts of a lane's slices are most of what it has.
+        lanes, lane = lanes * mesh.ep, lane * mesh.ep + mesh.expert(rank)
+        places, place = places // mesh.ep, mesh.data(rank) // mesh.ep * mesh.sp + mesh.sequence(rank)
     return lane / lanes, (lane + 1) / lanes, place / places, (place + 1) / places
 
 

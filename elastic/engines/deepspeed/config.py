@@ -11,6 +11,7 @@ from typing import Any
 from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
+from elastic.core.mesh import described
 from elastic.engines.base import Config, ResolvedConfig
 from elastic.engines.config_file import read_mapping
 from elastic.engines.deepspeed import tensor_parallel
@@ -71,6 +72,9 @@ def resolve(
     """
     _check_options(config)
     pipeline.check(config, pp)
+    if ep > 1 and cell > 1:
+        mesh = described(cell // tp // pp, tp, ep, pp)
+        raise UsageError(f"{mesh}: ep with another axis is supported with engine: fsdp2; give one of them")
     shared = experts.configured(config, ep, ep_changes) | tensor_parallel.configured(config, tp)
     batch = _with_loader(config, batch, loader_batch)
     micro, full = resolve_batch(config, batch, max_world_size or world_size)

@@ -151,7 +151,8 @@ class Fsdp2Adapter:
                 "(fsdp2.shard_workers)"
             )
         if meshes.experts is not None:
-            self.ledger.name_axis(meshes.experts[EXPERTS].get_group(), "ep")
+            assert meshes.exchange is not None
+            self.ledger.name_axis(meshes.exchange, EXPERTS)
             self.ledger.name_axis(meshes.experts[SAME_EXPERTS].get_group(), SAME_EXPERTS)
             count_exchanges(self.module, self.ledger)
         if meshes.tp is not None:

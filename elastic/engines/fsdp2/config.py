@@ -98,9 +98,9 @@ def _refuse_schedule(options: Options) -> None:
 
 
 def refuse_mesh(ep: int, pp: int = 1, sp: int = 1, tp: int = 1) -> None:
-    """Raises UsageError where ranks are to share experts and something else."""
-    if ep > 1 and max(sp, tp, pp) > 1:
-        raise UsageError(f"{described(sp, tp, ep, pp)}: ep is not supported with another axis; give one of them")
+    """Raises UsageError where ranks are to share experts and have other layers."""
+    if ep > 1 and pp > 1:
+        raise UsageError(f"{described(sp, tp, ep, pp)}: ep and pp are not supported together; give one of them")
 
 
 def refuse_copies(options: Options, tp: int, pp: int, ep: int = 1) -> None:

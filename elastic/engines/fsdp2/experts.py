@@ -4,6 +4,9 @@ all.
 The parameters of a layer are cut by experts over the ranks that share them, and what a rank then has is sharded by
 `fully_shard` over the ranks with the same experts. The layer is called as ever; its rows travel to the ranks that have
 their experts, and the answers back. No row is dropped, and none waits for others: a layer is called with what came.
+
+Ranks that share layers (`tp`) call it with the same rows. Each then sends a part of them, and all get all answers, as
+each gets the gradients of all rows: between the two no row is computed twice, and no expert is there twice.
 """
 
 from __future__ import annotations
@@ -16,24 +19,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.meshes import EXPERTS, Meshes
 from elastic.engines.model.expert_layers import ROUTED, NoDraws, form_of
 
 
-def share(layers: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """In place: each layer's parameters become DTensors cut by experts over `mesh`, with the values that this rank has
-    (all ranks have the same), and its calls travel."""
+def share(layers: Mapping[str, Any], meshes: Meshes) -> None:
+    """In place: each layer's parameters become DTensors cut by experts, by `tp` and then by `ep`, with the values that
+    this rank has (all ranks have the same), and its calls travel."""
+    assert meshes.experts is not None
+    mesh = meshes.experts[EXPERTS] if meshes.tp is None else meshes.experts["tp", EXPERTS]
+    place = 0
+    for axis in range(mesh.ndim):
+        place = place * mesh.size(axis) + mesh.get_local_rank(axis)
     for name, layer in layers.items():
         for own, parameter in layer.named_parameters(recurse=False):
-            part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]
-            shape, stride = parameter.shape, parameter.stride()
-            cut = DTensor.from_local(part, mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
+            part = parameter.detach().chunk(mesh.size())[place]
+            shape, stride, placements = parameter.shape, parameter.stride(), (Shard(0),) * mesh.ndim
+            cut = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
             layer._parameters[own] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
-        vars(layer)["forward"] = _Travelling(name, layer, mesh)
+        vars(layer)["forward"] = _Travelling(name, layer, meshes)
 
 
 def undo(model: nn.Module) -> None:
@@ -50,6 +58,7 @@ def count_exchanges(model: nn.Module, ledger: CollectiveLedger) -> None:
         found = _travelling(module)
         if found is not None:
             found.exchange.call = ledger.timed("all_to_all_single", dist.all_to_all_single)
+            found.cell.call = ledger.timed("all_gather_into_tensor", dist.all_gather_into_tensor)
 
 
 def end_exchanges(model: nn.Module) -> None:
@@ -58,6 +67,7 @@ def end_exchanges(model: nn.Module) -> None:
         found = _travelling(module)
         if found is not None:
             found.exchange.end()
+            found.cell.end()
 
 
 def _travelling(module: nn.Module) -> _Travelling | None:
@@ -86,6 +96,62 @@ class _Exchange:
         into = sent.new_empty(sum(found), *sent.shape[1:])
         self.call(into, sent.contiguous(), found, sizes, group=self._group)
         return into
+
+
+class _Cell:
+    """The ranks that are called with the same rows, of which each has a part: in blocks, of which the last may be short
+    or empty."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        self.call: Callable[..., Any] = dist.all_gather_into_tensor
+
+    def end(self) -> None:
+        self._group, self.call = None, _over
+
+    def part(self, rows: int) -> slice:
+        block = -(-rows // self.size)
+        return slice(min(rows, self.rank * block), min(rows, (self.rank + 1) * block))
+
+    def whole(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        """Of `rows` in all, of which this rank has `part`."""
+        block = -(-rows // self.size)
+        padded = torch.cat([part, part.new_zeros(block - len(part), *part.shape[1:])])
+        into = part.new_empty(block * self.size, *part.shape[1:])
+        self.call(into, padded, group=self._group)
+        return into[:rows]
+
+
+class _Part(torch.autograd.Function):
+    """This rank's rows of what all of its cell have, each with the same gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: _Cell, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.cell, ctx.rows = cell, len(whole[0])
+        return tuple(each[cell.part(ctx.rows)] for each in whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        found = (
+            ctx.cell.whole(each, ctx.rows) if wanted else None for each, wanted in zip(gradients, needed, strict=True)
+        )
+        return (None, *found)
+
+
+class _Whole(torch.autograd.Function):
+    """All rows of a cell's ranks, on each of them. What follows computes the same on all: a rank's rows get that
+    gradient once."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: _Cell, rows: int, part: torch.Tensor) -> torch.Tensor:
+        ctx.cell, ctx.rows = cell, rows
+        return cell.whole(part, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, None, gradient[ctx.cell.part(ctx.rows)]
 
 
 def _over(*_: Any, **__: Any) -> None:
@@ -121,7 +187,8 @@ def _travel(exchange: _Exchange, sizes: list[int], found: list[int], *sent: torc
 class _Travelling:
     """Stands for a layer's `forward`: on each rank with that rank's experts and the rows that are theirs."""
 
-    def __init__(self, name: str, layer: Any, mesh: DeviceMesh) -> None:
+    def __init__(self, name: str, layer: Any, meshes: Meshes) -> None:
+        assert meshes.exchange is not None
         self._name = name
         self._layer = layer
         # What of the instance's own is hidden meanwhile.
@@ -130,9 +197,11 @@ class _Travelling:
         self._signature = inspect.signature(layer.forward)
         self._form = form_of(layer)
         self._experts: int = layer.num_experts
-        self._ranks, self._own = mesh.size(), self._experts // mesh.size()
+        self._ranks = meshes.exchange.size()
+        self._own = self._experts // self._ranks
         self._draws = NoDraws(name)
-        self.exchange = _Exchange(mesh.get_group())
+        self.exchange = _Exchange(meshes.exchange)
+        self.cell = _Cell(None if meshes.tp is None else meshes.tp.get_group())
 
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
         bound = self._signature.bind(*inputs, **named)
@@ -140,16 +209,28 @@ class _Travelling:
         given = tuple(bound.arguments.values())
         if not all(isinstance(each, torch.Tensor) for each in given):
             raise UsageError(f"the layer of experts {self._name!r} must be called with tensors alone, not {given}")
-        return self._routed(*given) if self._form == ROUTED else self._grouped(*given)
+        self._require_form(*given)
+        if self.cell.size == 1:
+            return self._routed(*given) if self._form == ROUTED else self._grouped(*given)
+        return self._shared(*given)
+
+    def _shared(self, rows: torch.Tensor, chosen: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """By the ranks of a cell together, each for its part of the rows that all of them were given."""
+        own = self.cell.part(len(rows))
+        parts: tuple[torch.Tensor, ...] = _Part.apply(self.cell, rows, *weights)  # type: ignore[no-untyped-call]
+        if weights:
+            found = self._routed(parts[0], chosen[own], parts[1])
+        else:
+            self._require_alike(chosen)
+            last = chosen.to(torch.int64).cumsum(0)
+            before = torch.cat([last.new_zeros(1), last]).clamp(own.start, own.stop)
+            found = self._grouped(parts[0], before.diff().to(chosen.dtype))
+        whole: torch.Tensor = _Whole.apply(self.cell, len(rows), found)  # type: ignore[no-untyped-call]
+        return whole
 
     def _routed(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        self._require(
-            tokens.dim() == index.dim() == 2 and index.shape == weights.shape and len(index) == len(tokens)
-            and not index.is_floating_point(),
-            "(tokens [T, H], numbers of experts [T, K], weights [T, K])", tokens, index, weights,
-        )  # fmt: skip
         chosen, per_token = index.reshape(-1), index.shape[-1]
-        order = chosen.argsort(stable=True)
+        order = self._place(chosen).argsort(stable=True)
         answers = self._answers(
             tokens.index_select(0, order // per_token), chosen.bincount(minlength=self._experts),
             weights.reshape(-1).index_select(0, order),
@@ -158,17 +239,28 @@ class _Travelling:
         return answers.index_select(0, order.argsort()).view(*index.shape, answers.shape[-1]).sum(1)
 
     def _grouped(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        self._require(
-            rows.dim() == 2 and counts.shape == (self._experts,),
-            f"(tokens [R, H] in the order of their experts, tokens of each [{self._experts}])", rows, counts,
-        )  # fmt: skip
-        return self._answers(rows, counts)
+        if self.cell.size in (1, self._ranks):
+            return self._answers(rows, counts)
+        expert = torch.arange(self._experts, device=rows.device).repeat_interleave(counts.to(torch.int64))
+        order = self._place(expert).argsort(stable=True)
+        return self._answers(rows.index_select(0, order), counts).index_select(0, order.argsort())
+
+    def _place(self, expert: torch.Tensor) -> torch.Tensor:
+        """Where its rows lie among those that travel, by the ranks of the exchange: whose order has the parts of a cell
+        beside each other, which are `ep` apart in the order of experts."""
+        tp = self.cell.size
+        if tp in (1, self._ranks):
+            return expert
+        holder, ep = expert // self._own, self._ranks // tp
+        found: torch.Tensor = (holder % ep * tp + holder // ep) * self._own + expert % self._own
+        return found
 
     def _answers(self, rows: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """Of rows in the order of all experts, of which each has so many."""
+        """Of rows in the order in which they travel; `counts`: by expert."""
         if len(counts) != self._experts:
             raise UsageError(f"{self._name!r} was given the number {len(counts) - 1} of an expert, and has none such")
-        there = counts.to(torch.int64).view(self._ranks, self._own)
+        there = counts.to(torch.int64).view(self.cell.size, -1, self._own).transpose(0, 1)
+        there = there.reshape(self._ranks, self._own)
         here = self.exchange.counts(there)
         sizes, found = there.sum(1).tolist(), here.sum(1).tolist()
         if sum(sizes) != len(rows):
@@ -205,6 +297,15 @@ class _Travelling:
             )
         return found.to(rows.dtype)
 
+    def _require_alike(self, counts: torch.Tensor) -> None:
+        """A row of one rank is a row of another expert on one that has chosen otherwise."""
+        found = self.cell.whole(counts.to(torch.int64)[None], self.cell.size)
+        if not bool(found.eq(found[0]).all()):
+            raise UsageError(
+                f"the layer of experts {self._name!r} was given other numbers of tokens on some workers of a cell "
+                "(mesh.tp), which must choose alike: their routers, or what these are called with, differ"
+            )
+
     @contextmanager
     def _with_own_experts(self) -> Iterator[None]:
         """In it the layer has this rank's experts, as plain tensors."""
@@ -218,8 +319,16 @@ class _Travelling:
             for name in own:
                 del held[name]
 
-    def _require(self, well: bool, form: str, *given: torch.Tensor) -> None:
+    def _require_form(self, rows: torch.Tensor, chosen: torch.Tensor, *weights: torch.Tensor) -> None:
+        if self._form == ROUTED:
+            form = "(tokens [T, H], numbers of experts [T, K], weights [T, K])"
+            well = rows.dim() == chosen.dim() == 2 and len(rows) == len(chosen) and not chosen.is_floating_point()
+            well = well and chosen.shape == weights[0].shape
+        else:
+            form = f"(tokens [R, H] in the order of their experts, tokens of each [{self._experts}])"
+            well = rows.dim() == 2 and chosen.shape == (self._experts,)
         if not well:
+            given = (rows, chosen, *weights)
             shapes = ", ".join(str([*each.shape]) for each in given)
             raise UsageError(f"the layer of experts {self._name!r} must be called with {form}, and was with {shapes}")
 

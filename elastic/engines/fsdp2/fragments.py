@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from elastic.engines.fsdp2.meshes import axis_of_cell, over_cell
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
 from elastic.engines.model.plain_names import named_buffers, named_parameters
@@ -60,6 +61,7 @@ def _start(tensor: DTensor) -> int:
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     shape, begin = tuple(tensor.shape), (0,) * tensor.dim()
     if "tp" in (mesh.mesh_dim_names or ()):
-        whole = [Replicate()] * (mesh.ndim - 1)
-        shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh, [*whole, placements[-1]])
+        own: list[Placement] = [Replicate()] * mesh.ndim
+        own[axis_of_cell(tensor)] = over_cell(tensor)
+        shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh, own)
     return sum((o - b) * math.prod(shape[dim + 1 :]) for dim, (o, b) in enumerate(zip(offset, begin, strict=True)))

@@ -27,6 +27,7 @@ from elastic.engines.fsdp2.pipeline.layers import read_layers
 from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.tensor_parallel import Plan, is_known, read_plan, require_even
+from elastic.engines.model.expert_layers import require_shareable
 from elastic.engines.model.plain_names import named_parameters
 
 # Not an option of the user's: the generation's ranks as a grid.
@@ -93,17 +94,17 @@ class Fsdp2:
         layer_group: dist.ProcessGroup | None = None,
     ) -> tuple[Fsdp2Adapter, Any, Any]:
         model, lr_scheduler = objects.model, objects.lr_scheduler
-        plan = None
+        plan, mesh = None, resolved.native.get(_MESH)
         sizes = (1 if layer_group is None else layer_group.size(), *resolved.tp_sizes)
+        ep = (1 if mesh is None else mesh.ep, *resolved.ep_sizes)
+        layers = require_shareable(model, ep, sizes) if max(ep) > 1 else {}
         if max(sizes) > 1 or objects.tp_plan is not None:
-            plan = read_plan(objects.tp_plan, model, *sizes)
+            plan = read_plan(objects.tp_plan, model, *sizes, experts=layers)
         if objects.pipeline is not None:
             return _pipeline(resolved, nonfinite, device, objects, plan, layer_group)
         given = isinstance(model, FSDPModule)
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
-        mesh = resolved.native.get(_MESH)
-        ep = (1 if mesh is None else mesh.ep, *resolved.ep_sizes)
-        meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, ep)
+        meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, mesh, layers)
         require_even(model, resolved.tp_sizes)
         after = dict(named_parameters(model))
         base = _optimizer(objects, resolved, before, after)

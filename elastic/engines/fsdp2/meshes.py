@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -35,14 +35,16 @@ class Meshes:
     """`dp`: the ranks with the same slices and layers as this one. `tp`: those that share each layer with it; None
     where none do. `pp`: those of its pipeline, in the order of the stages; None where the model is no pipeline.
     `hybrid`: the ranks of `dp` as groups (axis 1) that have the model once each, by copies of the same shard (axis 0);
-    None where all of them have it once together. `experts`: all ranks as groups (axis 1) of which each has the experts
-    once; None where every rank has all."""
+    None where all of them have it once together. `experts`: all ranks as groups of which each has the experts once (the
+    axis `ep`, before it `tp` where ranks share layers, too), by ranks with the same ones (axis 0); None where every
+    rank has all. `exchange`: the group of them that this rank is in."""
 
     dp: DeviceMesh
     tp: DeviceMesh | None = None
     pp: dist.ProcessGroup | None = None
     hybrid: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+    exchange: dist.ProcessGroup | None = None
 
     @property
     def sharded(self) -> DeviceMesh:
@@ -84,12 +86,13 @@ def make_meshes(
     cell: dist.ProcessGroup | None,
     stages: Mesh | None = None,
     shard_workers: int | None = None,
-    ep: int = 1,
+    experts: Mesh | None = None,
 ) -> Meshes:
     """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do.
     `stages`: the ranks as a grid, of whom some share the layers; None: the model is no pipeline. `shard_workers`: so
     many neighbouring ranks, whole cells, have the model once, where the world is several times as many, not with
-    stages; `ep`: so many share the experts, not with any of these. Collective where ranks share or have copies.
+    stages; `experts`: the ranks as a grid, of whom some share the experts; None: none do. Not with stages or copies.
+    Collective where ranks share or have copies.
     """
     world = dist.group.WORLD
     assert world is not None, "the generation has no process group"
@@ -106,16 +109,26 @@ def make_meshes(
         whole = _whole(device, [*_copies(ranks, shard_workers, tp), *cells], ranks.view(-1, shard_workers // tp, tp))
         return Meshes(dp, None if cell is None else whole["tp"], hybrid=whole[COPIES, SHARD])
     whole = _whole(device, [own, *cells], ranks.view(-1, tp))
-    return Meshes(whole["dp"], None if cell is None else whole["tp"], experts=_of_experts(device, ep))
+    found = Meshes(whole["dp"], None if cell is None else whole["tp"])
+    return found if experts is None else _of_experts(device, found, cell, experts)
 
 
-def _of_experts(device: torch.device, ep: int) -> DeviceMesh | None:
-    if ep == 1:
-        return None
-    ranks, rank = torch.arange(dist.get_world_size()).view(-1, ep), dist.get_rank()
-    same = dist.new_group(ranks[:, rank % ep].tolist(), use_local_synchronization=True)
-    row = dist.new_group(ranks[rank // ep].tolist(), use_local_synchronization=True)
-    return DeviceMesh.from_group([same, row], device.type, mesh=ranks, mesh_dim_names=(SAME_EXPERTS, EXPERTS))
+def _of_experts(device: torch.device, meshes: Meshes, cell: dist.ProcessGroup | None, mesh: Mesh) -> Meshes:
+    """A layer's experts are cut over the ranks that share layers, and each part over `ep` data coordinates: a rank's
+    slices are those of its lane whatever `ep`."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, mesh.ep, mesh.sp, mesh.tp)
+    group, expert, part, slice_ = (int(where) for where in (ranks == dist.get_rank()).nonzero()[0])
+    same = dist.new_group(ranks[:, expert, :, slice_].flatten().tolist(), use_local_synchronization=True)
+    row = dist.new_group(ranks[group, :, part, slice_].tolist(), use_local_synchronization=True)
+    # Those that have the experts once: beside each other in this order, whatever part of them each has.
+    exchange = row if cell is None else cell
+    if cell is not None and mesh.ep > 1:
+        exchange = dist.new_group(ranks[group, :, part].flatten().tolist(), use_local_synchronization=True)
+    grid, cells = ranks.permute(0, 2, 3, 1).reshape(-1, mesh.tp, mesh.ep), [] if cell is None else [cell]
+    names = (SAME_EXPERTS, *(["tp"] if cells else []), EXPERTS)
+    grid = grid if cells else grid.squeeze(1)
+    found = DeviceMesh.from_group([same, *cells, row], device.type, mesh=grid, mesh_dim_names=names)
+    return replace(meshes, experts=found, exchange=exchange)
 
 
 def _whole(device: torch.device, groups: list[dist.ProcessGroup], ranks: torch.Tensor) -> DeviceMesh:
@@ -160,8 +173,13 @@ def over_cell(parameter: torch.Tensor) -> Placement:
     if not is_over_cell(parameter):
         return Replicate()
     assert isinstance(parameter, DTensor)
-    placement: Placement = parameter.placements[-1]
+    placement: Placement = parameter.placements[axis_of_cell(parameter)]
     return placement
+
+
+def axis_of_cell(parameter: DTensor) -> int:
+    """Asked for each parameter in each snapshot: `mesh["tp"]` would make a mesh each time, half a millisecond."""
+    return (parameter.device_mesh.mesh_dim_names or ()).index("tp")
 
 
 def slice_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -195,9 +213,7 @@ def cut_of(parameter: torch.Tensor) -> Cut | None:
 
 
 def _cell_size(parameter: DTensor) -> int:
-    """Asked for each parameter in each snapshot: `mesh["tp"]` would make a mesh each time, half a millisecond."""
-    mesh = parameter.device_mesh
-    return mesh.size((mesh.mesh_dim_names or ()).index("tp"))
+    return parameter.device_mesh.size(axis_of_cell(parameter))
 
 
 def forget_meshes() -> None:

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2.belongings import adopt, is_released
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import EXPERTS, SAME_EXPERTS, Meshes, make_meshes
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
-from elastic.engines.model.expert_layers import require_shareable
 from elastic.engines.model.plain_names import named_parameters, plain
 
 
@@ -28,10 +28,11 @@ def shard_model(
     begins: bool = True,
     plan: Plan | None = None,
     cell: dist.ProcessGroup | None = None,
-    experts: Sequence[int] = (1,),
+    grid: Mesh | None = None,
+    layers: Mapping[str, torch.nn.Module] | None = None,
 ) -> Meshes:
     """In place: parameters become DTensors, cut as `plan` says over the ranks of `cell`, and by rows over all others.
-    `experts`: by how many ranks they are shared, here and in other generations.
+    `layers`: those whose experts ranks share, as `grid` has them, here or in other generations.
 
     Collective: all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; else a restore
     follows. A model on which the user has called `fully_shard` keeps that sharding. One that was released gets the
@@ -48,24 +49,26 @@ def shard_model(
                 "the script has called fully_shard itself, and fsdp2.shard_workers says over which workers: leave one "
                 "of them out"
             )
-        if max(experts) > 1:
+        if layers:
             raise UsageError(
                 "the script has called fully_shard itself, and mesh.ep shares experts before that: leave fully_shard "
                 "to elastic.initialize"
             )
         return Meshes(_mesh_of(model))
-    layers = require_shareable(model, experts) if max(experts) > 1 else {}
     again = is_released(model)
     if not again:
         prepare(model, None if options["cpu_offload"] else device)
     broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
-    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"], ep=experts[0])
+    # Where layers are shared experts are cut, too, so that a lane's slices are the same with every `ep`.
+    shared = grid if layers and grid is not None and max(grid.ep, grid.tp) > 1 else None
+    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"], experts=shared)
     if meshes.tp is not None:
         assert plan is not None
         apply(plan, model, meshes.tp)
     if meshes.experts is not None:
-        share(layers, meshes.experts[EXPERTS])
-    shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
+        assert layers is not None
+        share(layers, meshes)
+    shard_units(model, options, meshes.sharded, device, list((layers or {}).values()), meshes.experts)
     if again:
         adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
     return meshes
@@ -104,13 +107,15 @@ def _shard_experts(
         unit = fully_shard(
             layer, mesh=mesh[SAME_EXPERTS], reshard_after_forward=again, mp_policy=policy, offload_policy=offload
         )
-        # The gradients of a rank's experts are sums over the ranks that share them; the mean is over all ranks.
+        # The gradients of a rank's experts are sums over the ranks that share them, each row of a cell once; the mean
+        # is over all ranks of a lane.
+        lane = mesh[SAME_EXPERTS].size() * mesh[EXPERTS].size()
         alone = mesh[SAME_EXPERTS].size() == 1
         kind = policy.reduce_dtype or policy.param_dtype or next(layer.parameters()).dtype
         # Where there is nobody to reduce with torch divides such types twice (_fsdp_collectives.py, `foreach_reduce`,
         # release 2.13).
         twice = alone and kind not in (torch.float32, torch.bfloat16)
-        unit.set_gradient_divide_factor(mesh.size() ** (0.5 if twice else 1.0))
+        unit.set_gradient_divide_factor(lane ** (0.5 if twice else 1.0))
         # Else a factor asks the backend for an operation that NCCL alone has.
         unit.set_force_sum_reduction_for_comms(not alone)
 

@@ -7,7 +7,7 @@ modules is noted here, so that a model can be given back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import product
@@ -54,10 +54,10 @@ _MARK = "_distribute_module_applied"
 _unlike: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
-def read_plan(given: Any, model: nn.Module, *sizes: int) -> Plan:
+def read_plan(given: Any, model: nn.Module, *sizes: int, experts: Collection[str] = ()) -> Plan:
     """`given`: the user's, a mapping of module patterns to styles of torch or to their names in transformers, or one
-    style for the model; None for the model's own. `sizes`: by how many ranks each layer is shared, here and in other
-    generations.
+    style for the model; None for the model's own, without what it says of layers of `experts`, which ranks share.
+    `sizes`: by how many ranks each layer is shared, here and in other generations.
 
     Raises UsageError where there is none, and for a pattern or a style that cannot be honoured, by name.
     """
@@ -74,18 +74,24 @@ def read_plan(given: Any, model: nn.Module, *sizes: int) -> Plan:
             'elastic.initialize, as torch\'s parallelize_module takes it: {"layers.*.up": ColwiseParallel(), ...}'
         )
     modules = dict(named_modules(model))
-    parameters = [name for name, _ in named_parameters(model)]
+    parameters = [name for name, _ in named_parameters(model) if name.rpartition(".")[0] not in experts]
     plan: list[tuple[str, ParallelStyle]] = []
     named: dict[str, str] = {}
     for pattern, style in given.items():
         found = [name for name in modules if matches(name, pattern)]
+        shared = [name for name in found if any(f"{name}.".startswith(f"{layer}.") for layer in experts)]
+        if shared and not own:
+            raise UsageError(
+                f"tp_plan: {pattern!r} says how {shared[0]!r} is cut, whose experts ranks share (mesh.ep): leave it out"
+            )
+        found = [name for name in found if name not in shared]
         twice = next((name for name in found if name in named), None)
         if twice is not None:
             raise UsageError(f"tp_plan: {named[twice]!r} and {pattern!r} both say how {twice!r} is cut; leave one out")
         named |= {name: pattern for name in found}
         if found:
             plan += [(name, _style(style, name)) for name in found]
-        elif not own or any(matches(name, pattern) for name in parameters):
+        elif not own or (not shared and any(matches(name, pattern) for name in parameters)):
             raise UsageError(f"tp_plan: the model has no module {pattern!r}; it has {_first(modules)}")
     for (name, style), size in product(plan, sizes):
         if size > 1 and _is_cut(style):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ def form_of(layer: nn.Module) -> int:
     return len(inspect.signature(type(layer).forward).parameters) - 1
 
 
-def require_shareable(model: nn.Module, sizes: Sequence[int]) -> Mapping[str, Any]:
-    """The layers by name, where so many ranks share experts, in this generation or in others.
+def require_shareable(model: nn.Module, sizes: Sequence[int], tp: Sequence[int] = (1,)) -> Mapping[str, Any]:
+    """The layers by name, where so many ranks share experts, in this generation or in others, or as many cells of ranks
+    that share each layer (`tp`).
 
     Raises UsageError where there are none, and naming what of one cannot be shared.
     """
@@ -52,11 +54,12 @@ def require_shareable(model: nn.Module, sizes: Sequence[int]) -> Mapping[str, An
         )
     tied = {name for pair in aliases(model).items() for name in pair}
     for name, layer in layers.items():
-        for size in sizes:
-            if layer.num_experts % size:
+        for size, cell in product(sizes, tp):
+            if layer.num_experts % (size * cell):
+                fit = "an ep and a tp whose product" if cell > 1 else "an ep that"
                 raise UsageError(
-                    f"{described(1, 1, size)}: {name!r} has {layer.num_experts} experts, which {size} workers cannot "
-                    "share evenly; use an ep that divides the number of experts"
+                    f"{described(1, cell, size)}: {name!r} has {layer.num_experts} experts, which {size * cell} "
+                    f"workers cannot share evenly; use {fit} divides the number of experts"
                 )
         _refuse_parts(name, layer, tied, said)
     return layers

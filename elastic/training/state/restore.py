@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -110,6 +111,19 @@ class Restore:
         shards = self._lanes.own if once is None else Agreement(once, self._engine.device)
         return expected_digests(self.recut, self.staged.manifest, self._made, self._sharded.zero_stage, shards)
 
+    def _cut_alike(self, saved: Manifest) -> bool:
+        """Has each lane what it had? As many lanes have other slices of experts where these were not shared."""
+        slices = self._lanes.slices
+        if saved.tp != slices:
+            return False
+        shapes = lane_of(saved, self._lanes.slice).parameters
+        found = [
+            (math.prod(shapes.get(spec.name, spec.shape)), math.prod(spec.shape)) for spec in self._sharded.specs()
+        ]
+        unlike = [sizes for sizes in found if sizes[0] != sizes[1]]
+        # Else it is another model, as is said of it below.
+        return not unlike or any(max(sizes) != min(sizes) * slices for sizes in unlike)
+
     def _own_part(self, manifest: Manifest) -> Manifest:
         """What this stage restores of a checkpoint of the whole model."""
         extra = extra_of(manifest)
@@ -125,8 +139,9 @@ class Restore:
         self._sharded.require_readable()
         self._saved = source.manifest(checkpoint_id)
         lanes = self._lanes
-        same = self._saved.tp == lanes.slices
-        self.recut = None if same else Recut.of(self._saved, self._cuts, lanes.slice, lanes.slices)
+        self.recut = (
+            None if self._cut_alike(self._saved) else Recut.of(self._saved, self._cuts, lanes.slice, lanes.slices)
+        )
         manifest = lane_of(self._saved, lanes.slice) if self.recut is None else self.recut.manifest
         if lanes.stages > 1:
             manifest = self._own_part(manifest)

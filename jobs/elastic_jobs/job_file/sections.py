@@ -88,9 +88,9 @@ class MeshSpec(BaseModel):
         for axis, sizes in self.changing.items():
             if not sizes or sorted(set(sizes)) != sizes:
                 raise ValueError(f"{axis}: the sizes, each once, the smallest first, not {sizes}")
-        given = [axis for axis in ("sp", "tp", "ep", "pp") if getattr(self.settings(), axis) > 1]
-        if len(given) > 1 and "ep" in given:
-            raise ValueError(f"{' and '.join(given)} are not supported together; give one of them")
+        mesh = self.settings()
+        if min(mesh.ep, mesh.pp) > 1:
+            raise ValueError("ep and pp are not supported together; give one of them")
         return self
 
     @property

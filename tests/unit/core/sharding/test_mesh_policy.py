@@ -134,6 +134,9 @@ def test_a_step_takes_the_passes_of_the_group_with_most(
         MeshSettings(sp=2, tp=2),
         MeshSettings(sp=2, pp=2),
         MeshSettings(sp=2, tp=2, pp=2),
+        MeshSettings(ep=2, tp=2),
+        MeshSettings(ep=2, sp=2),
+        MeshSettings(ep=2, sp=2, tp=2),
     ],
 )
 def test_parts_cover_the_state_once(shape: MeshSettings) -> None:

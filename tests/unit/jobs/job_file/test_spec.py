@@ -209,8 +209,8 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("mesh: {pp: [2, 4]}\n", "mesh.pp may change: give the job's global_batch and micro_batch"),
         ("mesh: {pp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {pp: 8})"),
         ("mesh: {sp: 2, pp: 2}\n", "sp and pp are supported together with engine: fsdp2; give one of them"),
-        ("mesh: {sp: 2, ep: 2}\n", "sp and ep are not supported together; give one of them"),
-        ("engine: fsdp2\nmesh: {ep: 2, tp: 2}\n", "tp and ep are not supported together; give one of them"),
+        ("mesh: {sp: 2, ep: 2}\n", "sp and ep are supported together with engine: fsdp2; give one of them"),
+        ("engine: fsdp2\nmesh: {ep: 2, pp: 2}\n", "ep and pp are not supported together; give one of them"),
         (
             "gradient_noise: {every_steps: 1}\nmesh: {tp: 2}\n",
             "with mesh: {tp: 2} a rank's gradient is that of its slices of the layers only",
@@ -388,8 +388,8 @@ def test_experts_may_be_shared_by_other_numbers_of_workers_in_other_generations(
     [("ep: any", "each must divide the number of experts"), ("ep: [4, 2]", "the smallest first, not \\[4, 2\\]"),
      ("ep: []", "the sizes"), ("sp: [1, 2]", "sp is one number"), ("tp: any", "must fit the model's heads and widths"),
      ("tp: [2, 1]", "the smallest first, not \\[2, 1\\]"), ("tp: [1, 2]", "mesh.tp may change: give the job's global"),
-     ("tp: [1, 2], ep: 2", "not supported together"), ("tp: [1, 2], pp: 2", "together with engine: fsdp2"),
-     ("tp: 2, ep: [1, 2]", "not supported together")],
+     ("tp: [1, 2], ep: 2", "together with engine: fsdp2"), ("tp: [1, 2], pp: 2", "together with engine: fsdp2"),
+     ("tp: 2, ep: [1, 2]", "together with engine: fsdp2")],
 )  # fmt: skip
 def test_sizes_that_cannot_change_are_refused(tmp_path: Path, mesh: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
