@@ -6,7 +6,7 @@ Worlds of up to 1,024 ranks under torch's fake process group; the oracles of pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
@@ -31,6 +31,7 @@ from elastic.engines.fsdp2.meshes import EXPERTS as EXPERTS_AXIS
 from elastic.engines.fsdp2.meshes import SAME_EXPERTS, Meshes, forget_meshes
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.fsdp2.tensor_parallel import read_plan
 from elastic.engines.live_state import MASTER
 from elastic.engines.model.expert_layers import NoDraws, expert_layers, require_shareable
 
@@ -301,6 +302,51 @@ def test_a_rank_that_gets_no_token_still_has_gradients(world: Any, kind: type[nn
         assert not parameter.grad.to_local().any()
     assert tokens.grad is not None
     assert (weights.grad is not None) is (kind is Routed)
+
+
+def member(size: int, rank: int, call: Callable[..., None]) -> shared._Cell:
+    found = shared._Cell(None)
+    found.size, found.rank, found.call = size, rank, call
+    return found
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 8])
+def test_the_parts_that_workers_of_a_cell_have_of_its_rows_are_all_of_them(rows: int) -> None:
+    values, sent = torch.arange(rows * 2).view(rows, 2), list[torch.Tensor]()
+    for rank in range(3):
+        cell = member(3, rank, lambda into, own, group: sent.append(own))
+        assert cell.whole(values[cell.part(rows)], rows).shape == values.shape
+    assert torch.equal(torch.cat(sent)[:rows], values)
+    assert len({each.shape for each in sent}) == 1
+
+
+def test_workers_of_a_cell_that_choose_otherwise_are_refused(world: Any) -> None:
+    """In the grouped form, in which a row's place says whose it is."""
+    world(0, 1)
+    layer = Grouped()
+    alone(layer)
+
+    def other(into: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+        into.copy_(torch.cat([own, own.flip(-1)]))
+
+    layer.forward.cell = member(2, 0, other)
+    with pytest.raises(UsageError, match="'experts' was given other numbers of tokens on some workers of a cell"):
+        layer(torch.ones(1, WIDTH), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0]))
+
+
+def test_a_plan_is_of_what_is_no_layer_of_experts() -> None:
+    model, own = Model(), {"embed": "embedding_rowwise", "layers.*.experts": "moe", "layers.*.experts.up": "packed"}
+    model._tp_plan = own
+    layers = require_shareable(model, (2,), (2,))
+    assert [name for name, _ in read_plan(None, model, 2, experts=layers)] == ["embed"]
+    with pytest.raises(UsageError, match=r"the style 'moe' of 'layers\.0\.experts' is not supported"):
+        read_plan(None, model, 2)
+    with pytest.raises(UsageError, match=r"'layers\.\*\.experts' says how 'layers\.0\.experts' is cut, whose experts"):
+        read_plan({**PLAN, "layers.*.experts": ColwiseParallel()}, model, 2, experts=layers)
+    with pytest.raises(
+        UsageError, match=r"mesh: {tp: 4, ep: 4}: .* which 16 workers cannot share evenly; use an ep and"
+    ):
+        require_shareable(model, (4,), (4,))
 
 
 def test_a_graph_that_outlives_its_generation_keeps_no_group(world: Any) -> None:
