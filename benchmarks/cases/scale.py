@@ -5,18 +5,16 @@ The sizes grow until one of them takes longer than a minute; what is larger is n
 
 from __future__ import annotations
 
-import asyncio
 import json
 import pickle
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 from benchmarks.figures import Figure, Target, not_measured
 from benchmarks.options import Options
+from benchmarks.simulated_agents import SimulatedAgents
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import Copies, Snapshot, copies_of, place_replicas, snapshot_id
@@ -24,6 +22,7 @@ from elastic.core.data.joined_reports import joined_by_step
 from elastic.core.data.steps import StepReport
 from elastic.core.event_groups import together
 from elastic.core.run import machine
+from elastic.core.run.phase import Pausing
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.core.settings import RunSettings, ScalingSettings, SnapshotSettings
 from elastic.core.typed_json import decode, encode
@@ -31,12 +30,9 @@ from elastic.observe import records
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.controller.collector import collect_seldom
 from elastic.runtime.controller.control_loop import ControlLoop
-from elastic.runtime.controller.hands.commands import Commands
-from elastic.runtime.controller.hands.generation_specs import memory_plans, shared_spec
-from elastic.runtime.controller.hands.relays import Relays
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
-from elastic.runtime.messages import Beat, Command, Handed, Item, NodeFacts, NodeReports, Part, QuietNodes, Receiver
+from elastic.runtime.messages import Beat, Item, NodeReports, Post, QuietNodes
 from elastic.runtime.node.uplink import joined_nodes
 
 RANKS = 8
@@ -46,7 +42,8 @@ _TURN = 1_000
 _ENOUGH_S = 60.0
 _START, _LOSS, _READ = "start", "a lost node to BeginGeneration", "a replay point read"
 _BEATS, _STEP, _MEMORY = "heartbeats of a second", "step reports of one step", "memory of the process"
-_COMMANDS, _CALLS = "commands of an end and a begin", "calls for these commands"
+_COMMANDS, _STOP = "commands of an end and a begin", "a planned end, to its last command"
+_LEAVE, _SURVEY = "members that report having left", "a survey of the nodes' snapshots"
 # What ten thousand nodes are held against: seconds of one core, and MB.
 _TARGETS = {_START: 30.0, _LOSS: 1.0, _READ: 2.0, _BEATS: 0.3, _STEP: 0.3, _COMMANDS: 2.0, _MEMORY: 2000.0}
 
@@ -140,12 +137,15 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
     yield _START, "s", _seconds(fleet.start)
     copies = fleet.copies()
     yield _LOSS, "s", _seconds(lambda: fleet.lose(copies))
-    agents = SimulatedAgents(fleet)
+    agents = SimulatedAgents(fleet.state, next(a for a in fleet.actions if isinstance(a, act.BeginGeneration)))
     # The first time relays are given the others' handles.
     agents.end_and_begin()
-    agents.calls = 0
-    yield _COMMANDS, "s", _seconds(agents.end_and_begin)
-    yield _CALLS, "calls", agents.calls
+    yield from _with_calls(_COMMANDS, agents, agents.end_and_begin)
+    # Answers are made the first time.
+    agents.survey()
+    yield from _with_calls(_SURVEY, agents, agents.survey)
+    agents.records()
+    yield from _with_calls("questions for the records of a manifest", agents, agents.records)
     loop = _loop_of(fleet)
     yield "heartbeats of a second, each node by itself", "s", _seconds(lambda: _beats(loop, fleet))
     groups = _groups(fleet)
@@ -170,62 +170,59 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
         raise AssertionError("a replay point is not read as it was made")
     yield _READ, "s", again_s
     yield "a replay point", "MB", len(texts[0]) / 1e6
+    fleet.begin()
+    yield from _with_calls(_STOP, agents, lambda: _stop(fleet, agents))
+    left = _left(fleet)
+    yield _LEAVE, "s", _seconds(lambda: _take_left(fleet, left))
+    yield f"{_LEAVE}: calls", "calls", len(left)
     # Of all sizes so far, and with the simulated nodes: they grow, so that it is the last one's.
     yield _MEMORY, "MB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-class SimulatedAgents:
-    """What the controller calls to end a generation and to begin the next one, and their answers. Messages are pickled
-    and read, as on their way over the network; what a call of Ray takes besides does not count."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        state, self.calls = fleet.state, 0
-        self._settings = state.settings
-        self._begin = next(action for action in fleet.actions if isinstance(action, act.BeginGeneration))
-        self._nodes = [state.fleet.node_of(worker) or "" for worker in self._begin.members]
-        self._known = {node: NodeFacts("mailbox", ("10.0.0.1", n), "name") for n, node in enumerate(set(self._nodes))}
-        node_of = dict(zip(self._begin.members, self._nodes, strict=True))
-        relays = Relays(state.settings.failures.nodes_per_relay)
-        handles = {node: SimpleNamespace(hand_on=SimpleNamespace(remote=self._hand_on)) for node in self._known}
-        agents: Any = SimpleNamespace(at_hand=handles.get)
-        self._commands = Commands(
-            1, agents, node_of.__getitem__, lambda node: relays.over(node, state.fleet, fleet.now),
-            lambda event: None, 600.0,
-        )  # fmt: skip
-        self._answers: dict[tuple[str, ...], bytes] = {}
-
-    def end_and_begin(self) -> None:
-        asyncio.run(self._end_and_begin())
-
-    async def _end_and_begin(self) -> None:
-        begin, own = self._begin, dict[int, tuple[Any, ...]]
-        end = begin.generation - 1, "the connection to its agent was closed"
-        await self._commands.tell(self._itself, "end", end, own.fromkeys(begin.members, ()), 2.0)
-        plans = memory_plans(self._settings, self._nodes, self._known)
-        spec = shared_spec(self._settings, begin, {}, self._nodes)
-        mine = own(zip(begin.members, enumerate(plans), strict=True))
-        await self._commands.tell(self._itself, "begin", (spec, "rendezvous"), mine, 2.0)
-
-    async def _hand_on(self, command: Command, parts: dict[str, Part]) -> Handed:
-        self.calls += 1
-        stop = tuple(parts)
-        if stop not in self._answers:
-            answers: dict[Receiver, Any] = dict.fromkeys(worker for part in parts.values() for worker in part.own)
-            self._answers[stop] = pickle.dumps(Handed(answers, {}, {}))
-        else:
-            pickle.dumps((command, parts))
-        handed: Handed = pickle.loads(self._answers[stop])  # noqa: S301
-        return handed
-
-    async def _itself(self, worker: int, *_: Any, retry_s: float) -> None:
-        """A call that no agent has spared the controller."""
-        self.calls += 1
+def _with_calls(name: str, agents: SimulatedAgents, work: Callable[[], object]) -> Iterator[tuple[str, str, float]]:
+    agents.calls = 0
+    yield name, "s", _seconds(work)
+    yield f"{name}: calls", "calls", agents.calls
 
 
-def _loop_of(fleet: Fleet) -> ControlLoop:
+def _stop(fleet: Fleet, agents: SimulatedAgents) -> None:
+    """All members are asked where they can stop, promise it, and are told to."""
+    fleet.actions.clear()
+    fleet.happen([ev.StopRequested("enough")])
+    (propose,) = (action for action in fleet.actions if isinstance(action, act.ProposeStop))
+    fleet.happen(agents.propose_stop(propose))
+    (commit,) = (action for action in fleet.actions if isinstance(action, act.CommitStop))
+    agents.commit_stop(commit)
+
+
+def _left(fleet: Fleet) -> list[bytes]:
+    """What relays send of the members of their nodes when these have left."""
+    state, nodes = fleet.state, list(_by_node(fleet).values())
+    each, phase = state.settings.failures.nodes_per_relay, state.phase
+    step = phase.stop_at or 0 if isinstance(phase, Pausing) else 0
+
+    def post(worker: int) -> Post:
+        return Post(1, [Item("event", ev.to_json(ev.WorkerLeft(state.generation, worker, step)), number=9)])
+
+    groups = [nodes[first : first + each] for first in range(0, len(nodes), each)]
+    return [pickle.dumps({worker: post(worker) for node in group for worker in node}) for group in groups]
+
+
+def _take_left(fleet: Fleet, messages: Sequence[bytes]) -> None:
+    """To the next decision, answers included."""
+    events: list[ev.Event] = []
+    loop = _loop_of(fleet, events.append)
+    for message in messages:
+        pickle.dumps(loop.answer_all(pickle.loads(message), 1))  # noqa: S301
+    fleet.happen(events)
+    if fleet.state.members_inside:
+        raise AssertionError("members have left and are inside")
+
+
+def _loop_of(fleet: Fleet, emit: Callable[[ev.Event], None] = lambda event: None) -> ControlLoop:
     """The controller's loop next to the run's state as it is now."""
     settings, state = fleet.state.settings, fleet.state
-    loop = ControlLoop(settings, Replayed(settings), Records(), lambda event: None, lambda: None)
+    loop = ControlLoop(settings, Replayed(settings), Records(), emit, lambda: None)
     loop.state = state
     loop.telemetry.generation_begins(state.generation, state.world_size, state.start_step, fleet.now)
     return loop

@@ -174,11 +174,7 @@ def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], d
                 parity.setdefault(key, {}).setdefault(copy.rank, []).append((node, copy))
             else:
                 shards.setdefault(copy.rank, []).append((copy.replica, node))
-    found = {
-        # A node that rebuilt its own rank's shard may have it twice.
-        key: {rank: tuple(dict.fromkeys(node for _, node in sorted(have))) for rank, have in shards.items()}
-        for key, shards in copies.items()
-    }
+    found = {key: {rank: _best_first(have) for rank, have in shards.items()} for key, shards in copies.items()}
     for key, offers in parity.items():
         for rank in offers.keys() - copies[key].keys():
             # Of shards that are there as they are: of two that are missing in one stripe none can be made.
@@ -186,6 +182,16 @@ def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], d
             if nodes:
                 found[key][rank] = (nodes[0],)
     return found
+
+
+def _best_first(copies: list[tuple[bool, str]]) -> tuple[str, ...]:
+    """Nodes by what they hold, (a replica?, node)."""
+    if len(copies) == 2 and copies[0][1] != copies[1][1]:
+        # Nearly always: 80,000 ranks' copies are sorted in a quarter of the time.
+        (_, one), (_, other) = copies
+        return (one, other) if copies[0] < copies[1] else (other, one)
+    # A node that rebuilt its own rank's shard may have it twice.
+    return tuple(dict.fromkeys(node for _, node in sorted(copies)))
 
 
 def place_replicas(

@@ -64,29 +64,27 @@ def memory_plans(
     """By rank; `nodes[rank]` is the rank's node, `known` has the facts of every node."""
     memory = settings.snapshots
     domains = {node: facts.domain for node, facts in known.items() if facts.domain}
-    placed: Sequence[tuple[str, ...]]
-    stripes: Sequence[tuple[int, ...]] = [()] * len(nodes)
-    spare: Sequence[tuple[str, ...]] = [()] * len(nodes)
+    addresses = {node: facts.memory for node, facts in known.items()}
+
+    def plan(holders: Sequence[str], stripe: tuple[int, ...] = (), spare: Sequence[str] = ()) -> MemoryPlan:
+        return MemoryPlan(
+            _known(holders, addresses), stripe, memory.every_steps, memory.cost_limit, memory.required,
+            _known(spare, addresses),
+        )  # fmt: skip
+
     if memory.parity:
         shared = place_parity(nodes, memory.parity, domains)
-        placed = [(stripe.holder,) if stripe is not None else () for stripe in shared]
         # The parity of a single rank is a replica.
-        stripes = [stripe.ranks if stripe is not None and len(stripe.ranks) > 1 else () for stripe in shared]
-    else:
-        # The next best follow those that get the replicas. Parity has none: all ranks of a stripe would have to move.
-        ringed = place_replicas(nodes, memory.replicas, domains, _SPARES)
-        placed, spare = [ring[: memory.replicas] for ring in ringed], [ring[memory.replicas :] for ring in ringed]
-    addresses = {node: facts.memory for node, facts in known.items()}
-    every, cost, required = memory.every_steps, memory.cost_limit, memory.required
-    # The ranks of a node mostly share one.
-    by_rank = list(zip(placed, stripes, spare, strict=True))
-    made = {
-        (there, stripe, rest): MemoryPlan(
-            _known(there, addresses), stripe, every, cost, required, _known(rest, addresses)
-        )
-        for there, stripe, rest in dict.fromkeys(by_rank)
-    }
-    return tuple(made[one] for one in by_rank)
+        striped = [(s.holder, s.ranks if len(s.ranks) > 1 else ()) if s is not None else None for s in shared]
+        by_stripe = {one: plan((one[0],), one[1]) if one else plan(()) for one in dict.fromkeys(striped)}
+        return tuple([by_stripe[one] for one in striped])
+    # The ranks of a node share one. The next best nodes follow those that get the replicas. Parity has none: all ranks
+    # of a stripe would have to move.
+    own = tuple(dict.fromkeys(nodes))
+    ringed = place_replicas(own, memory.replicas, domains, _SPARES)
+    count = memory.replicas
+    by_node = {node: plan(ring[:count], spare=ring[count:]) for node, ring in zip(own, ringed, strict=True)}
+    return tuple([by_node[node] for node in nodes])
 
 
 def _known(nodes: Sequence[str], addresses: Mapping[str, Address]) -> tuple[Address, ...]:
