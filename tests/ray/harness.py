@@ -23,6 +23,8 @@ from ray.util.placement_group import PlacementGroup
 
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import RunNotFound
+from elastic.core.event_groups import apart
+from elastic.core.events import from_json
 from elastic.core.settings import (
     AnomalySettings,
     AuditSettings,
@@ -266,8 +268,9 @@ class Run:
         def promised(records: list[Record]) -> int:
             now = self.handle.progress()
             number, size = now["generation"], now["world_size"]
-            events = (r for r in records if r["type"] == "event" and r["event"] == "StopPromised")
-            ranks = {event["worker"] for event in events if event["generation"] == number}
+            reports = (r for r in records if r["type"] == "event" and "StopPromised" in (r["event"], r.get("report")))
+            events = (event for told in reports for event in apart(from_json(told)))
+            ranks = {event.worker for event in events if event.generation == number}
             return number if size and len(ranks) == size else 0
 
         number: int = self.wait_for("the running generation to end as planned", promised)

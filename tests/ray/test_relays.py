@@ -32,8 +32,9 @@ def passed_on(run: Run) -> dict[int, int]:
     return {rank: int(ray.get(agent_of(run, node).passed_on.remote(), timeout=LIMIT_S)) for rank, node in members(run)}
 
 
-def handed_on(run: Run) -> dict[str, tuple[int, int]]:
-    """Of each node: how many commands its worker has acknowledged to its agent, and other nodes' agents to this one."""
+def handed_on(run: Run) -> dict[str, tuple[int, int, int]]:
+    """Of each node: how many commands its worker has acknowledged to its agent, and other nodes' agents to this one,
+    which have answered it so many questions."""
     return {node: ray.get(agent_of(run, node).handed_on.remote(), timeout=LIMIT_S) for _, node in members(run)}
 
 
@@ -85,8 +86,10 @@ def test_a_relay_is_lost_alone_and_a_new_controller_is_found(
     run.wait_generation(2)
     # The two nodes of the other group have been told by its relay, and the one that was left alone by the controller.
     now = handed_on(run)
-    assert sorted(own > commands[other][0] for other, (own, _) in now.items()) == [False, True, True]
-    assert sorted(passed > commands[other][1] for other, (_, passed) in now.items()) == [False, False, True]
+    assert sorted(own > commands[other][0] for other, (own, *_) in now.items()) == [False, True, True]
+    # And it has told what the other one of them holds.
+    for what in (1, 2):
+        assert sorted(done[what] > commands[other][what] for other, done in now.items()) == [False, False, True]
     if cluster.node(name).state is NodeState.FROZEN:
         # Its processes then end themselves.
         cluster.thaw_node(name)
@@ -136,6 +139,56 @@ def test_workers_behind_a_frozen_relay_are_told_all_the_same_and_what_it_held_ha
     # The frozen agent's own node may have been silent for too long; the one behind it speaks for itself meanwhile.
     lost = [incident["lost_nodes"] for incident in run.incidents() if incident["lost_nodes"]]
     assert lost in ([[node]], [] if after is signal.SIGCONT else [[node]])
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(signal.SIGCONT, id="thawed"),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
+def test_a_planned_end_is_told_behind_a_relay_that_is_frozen_or_killed_in_between(
+    cluster: LocalCluster, tmp_path: Path, after: signal.Signals
+) -> None:
+    """Frozen before anybody is asked for a promise. Killed, its node is lost when all have promised."""
+    run = Run(
+        cluster, tmp_path, scaling=ScalingSettings(2, NODES), epochs=20, memory={"every_steps": 1},
+        # A busy machine's agents have time to acknowledge, and a frozen one is not accused meanwhile.
+        failures={"nodes_per_relay": 2, "probe_timeout_s": 5.0, "suspect_after_s": 30.0, "abort_timeout_s": 20.0},
+    )  # fmt: skip
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    run.walk_until(lambda: len(relays(run)) == 2, "two nodes to pass on what the others say")
+    before = handed_on(run)
+    (frozen, *_) = (rank for rank in run.away_from_head() if rank in relays(run))
+    other_group = [rank for rank, _ in members(run) if rank // 2 != frozen // 2]
+    drained = next(rank for rank in run.away_from_head() if rank in other_group)
+    agent, node = agent_process(cluster, run, frozen), run.worker(frozen)["node"]
+
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        cluster.drain_node(run.node_of(drained).name, notice_s=60.0)
+        run.wait_promises()
+        # The other group has promised by its relay: one itself, the other by this one.
+        asked = [agent_of(run, run.worker(rank)["node"]).handed_on.remote() for rank in other_group]
+        told = [ray.get(one, timeout=LIMIT_S) for one in asked]
+        known = [before[run.worker(rank)["node"]] for rank in other_group]
+        assert all(now[0] > then[0] for now, then in zip(told, known, strict=True))
+        assert any(now[1] > then[1] for now, then in zip(told, known, strict=True))
+    finally:
+        os.kill(agent, after)
+    run.allow(run.waiting_at + 1)
+    run.wait_generation(2)
+    run.finish()
+    run.assert_whole()
+    first, *_ = run.incidents()
+    lost = [incident["lost_nodes"] for incident in run.incidents() if incident["lost_nodes"]]
+    if after is signal.SIGCONT:
+        assert (first["planned"], first["steps_repeated"], lost) == (True, 0, [])
+    else:
+        assert lost == [[node]]
 
 
 def agent_process(cluster: LocalCluster, run: Run, rank: int) -> int:

@@ -47,7 +47,7 @@ def test_a_node_sends_the_reports_of_its_workers_together_whoever_is_killed(
     run.reach(6)
     # A busy machine may have a worker send its own for a while.
     run.walk_until(lambda: all(taken(run, rank) > 0 for rank in range(4)), "both agents to send reports")
-    assert [asked(run, rank, "handed_on") for rank in range(4)] == [(2, 0)] * 4, "both workers of each: begin"
+    assert [asked(run, rank, "handed_on") for rank in range(4)] == [(2, 0, 0)] * 4, "both workers of each: begin"
     assert all(asked(run, rank, "posts_taken") > 0 for rank in range(4))
 
     cluster.kill_process(run.handle.progress()["controller_pid"])
