@@ -28,18 +28,21 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every case that was asked for came to its end, whatever its figures are."""
-    asked = _parser().parse_args(arguments)
+    parser = _parser()
+    asked = parser.parse_args(arguments)
     if asked.child is not None:
         case = find(asked.case[0])
         enough = time.monotonic() + case.enough_s(asked.quick)
-        return _measure_here(case, Options(Path(asked.child), asked.quick, enough))
+        return _measure_here(case, Options(Path(asked.child), asked.quick, enough, asked.plan))
+    if asked.plan and asked.case != ["recovery"]:
+        parser.error("--plan is one of the case recovery: give --case recovery with it, and no other")
     usual = [case for case in CASES if case.usual and not (asked.quick and case.peer)]
     chosen = [find(name) for name in asked.case] or usual
     signal.signal(signal.SIGTERM, _terminated)
     minutes = sum(case.expected_s(asked.quick) for case in chosen) / 60
     _say(f"{len(chosen)} cases, about {minutes:.0f} minutes on two quiet cores: {', '.join(c.name for c in chosen)}")
     about = {"machine": machine.describe(), "quick": asked.quick, "before": machine.load(), "argv": sys.argv[1:]}
-    ran = [_measure_apart(case, asked.quick) for case in chosen]
+    ran = [_measure_apart(case, asked.quick, asked.plan) for case in chosen]
     figures = table.with_ratios([figure for run in ran for figure in run["figures"]])
     if asked.quick:
         # What a smoke run says about a target would be taken for the answer.
@@ -63,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="a smoke run of the project's own cases; figures are no use"
     )
+    parser.add_argument("--plan", default="", metavar="TEXT",
+                        help="of --case recovery ZeRO-1, and what has this in its name: 'sp 2'")  # fmt: skip
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/<date>.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
@@ -73,12 +78,12 @@ def _terminated(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _measure_apart(case: Case, quick: bool) -> dict[str, Any]:
+def _measure_apart(case: Case, quick: bool, plan: str) -> dict[str, Any]:
     """In a process of its own: one that hangs, or that leaves something behind, spoils no other."""
     _say(f"{time.strftime('%H:%M:%S')} {case.name}: {case.about}")
     folder = Path(tempfile.mkdtemp(prefix=f"benchmark-{case.name}-"))
     before, begun = machine.load(), time.monotonic()
-    command = [sys.executable, "-m", "benchmarks", "--case", case.name, "--child", str(folder)]
+    command = [sys.executable, "-m", "benchmarks", "--case", case.name, "--child", str(folder), "--plan", plan]
     failure = ""
     try:
         with Children(folder) as children:

@@ -12,12 +12,15 @@ from pathlib import Path
 class Options:
     """`quick`: a smoke run that shows that a case works; its figures mean nothing. `folder` is removed afterwards.
 
+    `plan`: of the case `recovery` only the plans whose names have this in them, beside the first.
+
     After `ends_at` (of `time.monotonic`) a case begins no further repetition, and says that there are fewer.
     """
 
     folder: Path
     quick: bool = False
     ends_at: float = math.inf
+    plan: str = ""
 
     @property
     def over(self) -> bool:

@@ -75,8 +75,9 @@ def settings(
     save_every: int | None,
     spares: int = 0,
     max_steps: int = 1_000_000,
+    **more: Any,
 ) -> RunSettings:
-    """Defaults wherever the benchmark has nothing to say. `workers` is (min, max)."""
+    """Defaults wherever the benchmark has nothing to say. `workers` is (min, max); `more`: other settings of a run."""
     return RunSettings(
         run_id=run_id,
         scaling=replace(ScalingSettings(*workers), spare_slots=spares),
@@ -85,6 +86,7 @@ def settings(
         snapshots=snapshots,
         failures=FailureSettings(),
         storage_url=str(folder),
+        **more,
     )
 
 

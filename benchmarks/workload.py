@@ -107,15 +107,15 @@ def avoid_compiling() -> None:
 def train(config: dict[str, Any]) -> None:
     """This project's body. `config`: size (a name), stage and marks (a folder); and where wanted gate (a file), pace_s
     (the least time of a step), elsewhere_s (what every pass sleeps), set_up_s (what the function sleeps before it
-    builds), bf16, before_pass(step) and after_step(engine, step)."""
+    builds), bf16, before_pass(step), after_step(engine, step), and form (of `benchmarks.bodies.meshes`)."""
     import elastic
     from benchmarks.marks import MarkWriter, pass_gate
 
     size = SIZES[config["size"]]
     time.sleep(config.get("set_up_s", 0.0))
-    model, optimizer, data = build(size)
     resolved = deepspeed_config(size, config["stage"], bf16=config.get("bf16", False))
-    engine, _, loader, _ = elastic.initialize(model=model, optimizer=optimizer, training_data=data, config=resolved)
+    form = config.get("form", "")
+    engine, _, loader, _ = elastic.initialize(**_arguments(form, size, resolved))
     marks = MarkWriter(config["marks"])
     gate, pace_s, after_step = config.get("gate"), config.get("pace_s", 0.0), config.get("after_step")
     before_pass = config.get("before_pass")
@@ -125,12 +125,17 @@ def train(config: dict[str, Any]) -> None:
             time.sleep(config.get("elsewhere_s", 0.0))
             if before_pass is not None:
                 before_pass(elastic.get_context().step)
-            engine.backward(engine(windows.to(engine.device)))
-            last = engine.is_gradient_accumulation_boundary()
+            if staged := form.startswith("pp"):
+                # All micro-batches of a step.
+                engine.train_batch(windows)
+            else:
+                engine.backward(engine(windows.to(engine.device)))
+            last = staged or engine.is_gradient_accumulation_boundary()
             if last:
                 # What an accelerator would compute meanwhile, without the processor.
                 time.sleep(max(0.0, begun + pace_s - time.monotonic()))
-            engine.step()
+            if not staged:
+                engine.step()
             here = elastic.get_context()
             if last and not here.abandoned:
                 marks.step_done(here.step, here.rank, here.world_size, here.generation)
@@ -138,3 +143,13 @@ def train(config: dict[str, Any]) -> None:
                     after_step(engine, here.step)
                 pass_gate(gate, here.step + 1)
                 begun = time.monotonic()
+
+
+def _arguments(form: str, size: Size, config: dict[str, Any]) -> dict[str, Any]:
+    """Of `elastic.initialize`, on the mesh that is called `form`, or without one."""
+    if form:
+        from benchmarks.bodies import meshes
+
+        return meshes.arguments(form, size, config)
+    model, optimizer, data = build(size)
+    return {"model": model, "optimizer": optimizer, "training_data": data, "config": config}

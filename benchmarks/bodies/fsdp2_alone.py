@@ -32,7 +32,7 @@ def build(size: Size, tp: int) -> tuple[Any, Any, Any]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    return model, torch.optim.AdamW(model.parameters(), **_options(optimizer)), data
+    return model, torch.optim.AdamW(model.parameters(), **options(optimizer)), data
 
 
 def train(model: Any, optimizer: Any, data: Any, steps: int) -> None:
@@ -60,5 +60,5 @@ def train_elastic(config: dict[str, Any]) -> None:
             engine.step()
 
 
-def _options(optimizer: Any) -> dict[str, Any]:
+def options(optimizer: Any) -> dict[str, Any]:
     return {name: optimizer.defaults[name] for name in ("lr", "betas", "weight_decay")}

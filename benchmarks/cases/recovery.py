@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.children import NotMeasured
-from benchmarks.figures import Figure, Target, not_measured
+from benchmarks.figures import Figure, Target, not_measured, ratio
 from benchmarks.marks import changes, read_marks
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings, timeline
 from benchmarks.workload import SMALL
+from elastic.core.mesh import MeshSettings
 from elastic.core.settings import SnapshotSettings
 
 CASE = "recovery"
@@ -21,6 +22,32 @@ NODES = 4
 # Saved to storage this often where storage is what is measured; at most as many steps are repeated.
 SAVE_EVERY = 10
 _STEPS_BETWEEN = 6
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the workers share the model, by the name that it has in `benchmarks.bodies.meshes`; without one by ZeRO."""
+
+    name: str = ""
+    engine: str = "deepspeed"
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+
+    @property
+    def left(self) -> int:
+        """How many workers train when one of all is lost."""
+        cell = self.mesh.sp * self.mesh.tp * self.mesh.ep * self.mesh.pp
+        return (NODES - 1) // cell * cell
+
+
+# With DeepSpeed on top of ZeRO-1, but for FSDP2.
+FORMS = (
+    Form("FSDP2", "fsdp2"),
+    Form("FSDP2 tp 2", "fsdp2", MeshSettings(tp=2)),
+    Form("AutoTP 2", mesh=MeshSettings(tp=2)),
+    Form("sp 2", mesh=MeshSettings(sp=2)),
+    Form("ep 2", mesh=MeshSettings(ep=2)),
+    Form("pp 2", mesh=MeshSettings(pp=2)),
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +69,7 @@ class Plan:
     grows: bool = True
     set_up_s: float = 0.0
     any_moment: bool = False
+    form: Form = field(default_factory=Form)
 
     @property
     def name(self) -> str:
@@ -50,7 +78,18 @@ class Plan:
     @property
     def conditions(self) -> str:
         set_up = f", {self.set_up_s:g} s of set-up" if self.set_up_s else ""
-        return f"ZeRO-{self.stage}, from {self.source}{set_up}{', at any moment of a step' if self.any_moment else ''}"
+        moment = ", at any moment of a step" if self.any_moment else ""
+        return f"{self.trained}, from {self.source}{set_up}{moment}"
+
+    @property
+    def trained(self) -> str:
+        own = self.form.name, f"ZeRO-{self.stage}" if self.form.engine == "deepspeed" else ""
+        return " x ".join(filter(None, own))
+
+    @property
+    def run_id(self) -> str:
+        about = f"{self.fault}-{self.stage}-{self.source}-{self.spares}-{self.set_up_s:g}-{self.any_moment:d}"
+        return f"{about} {self.form.name}".strip().lower().replace("_", "-").replace(" ", "-")
 
 
 @dataclass
@@ -75,12 +114,28 @@ def plans(options: Options) -> list[Plan]:
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", some, fast, set_up_s=20.0),
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", killed, fast, any_moment=True),
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
+        *(Plan(f"node SIGKILL -> next step, 4 -> {form.left}", "kill_node", 1, "memory", slower, form=form)
+          for form in FORMS),
     ]  # fmt: skip
+    if options.plan:
+        asked = [plan for plan in every[1:] if options.plan in plan.name]
+        if not asked:
+            names = "; ".join(plan.conditions for plan in every[1:])
+            raise ValueError(f"no plan has {options.plan!r} in its name; there are {names}")
+        return [every[0], *asked]
     return every[:1] if options.quick else every
 
 
 def measure(options: Options) -> list[Figure]:
-    return measure_plans(options, plans(options))
+    wanted = plans(options)
+    figures = measure_plans(options, wanted)
+    found = {figure.name: figure for figure in figures}
+    ratios = [
+        ratio(CASE, f"{plan.trained} over {wanted[0].trained}", found[plan.name], found[wanted[0].name],
+              Target("median", 1.5))
+        for plan in wanted if plan.form.name
+    ]  # fmt: skip
+    return figures + ratios
 
 
 def measure_plans(options: Options, wanted: Sequence[Plan]) -> list[Figure]:
@@ -96,22 +151,22 @@ def measure_plans(options: Options, wanted: Sequence[Plan]) -> list[Figure]:
 def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
     memory = plan.source == "memory"
     made = settings(
-        f"{plan.fault}-{plan.stage}-{plan.source}-{plan.spares}-{plan.set_up_s:g}-{plan.any_moment:d}".replace(
-            "_", "-"
-        ),
+        plan.run_id,
         options.folder,
         workers=(2, NODES),
         snapshots=SnapshotSettings(enabled=memory, every_steps=1 if memory else None),
         # With memory on, storage is the tier below: seldom written, as in a real run.
         save_every=100 if memory else SAVE_EVERY,
         spares=plan.spares,
+        engine=plan.form.engine,
+        mesh=plan.form.mesh,
     )
     found, moments = Found(), random.Random(1)
     if options.over:
         return Found(failure="the time was over before its turn came")
     try:
         cluster.heal()
-        with OwnRun(cluster, made, SMALL.name, plan.stage, set_up_s=plan.set_up_s) as run:
+        with OwnRun(cluster, made, SMALL.name, plan.stage, set_up_s=plan.set_up_s, form=plan.form.name) as run:
             for turn in range(plan.repetitions):
                 if options.over:
                     raise NotMeasured(f"the time was over after {turn} of {plan.repetitions} repetitions")
@@ -155,7 +210,7 @@ def _moved(found: Found) -> tuple[float, ...]:
 
 
 def _growth(run: OwnRun) -> tuple[list[float], list[dict[str, Any]]]:
-    """The pauses of the scale-ups from 3 to 4, and their own timelines."""
+    """The pauses of the scale-ups to all nodes, and their own timelines."""
     grown = [change for change in changes(read_marks(run.marks)) if change.next_world_size > change.world_size]
     records = run.records()
     resizes = [incident for incident in run.incidents() if incident["kind"] == "resize"]
@@ -181,7 +236,7 @@ def report(plan: Plan, found: Found) -> list[Figure]:
         Figure(CASE, plan.name, "s", tuple(found.seconds), targets=plan.targets, notes=notes, failure=found.failure,
                details=details),
         Figure(CASE, f"{plan.name}: steps repeated", "steps", tuple(found.repeated),
-               targets=(Target("max", cadence),), failure=found.failure),
+               targets=(Target("max", 0 if plan.form.name else cadence),), failure=found.failure),
     ]  # fmt: skip
     if moved := _moved(found):
         told = ("of what all ranks restored; the rest was in the memory of their nodes",)
@@ -189,8 +244,8 @@ def report(plan: Plan, found: Found) -> list[Figure]:
         rows.append(Figure(CASE, name, "MB", moved, notes=told, failure=found.failure))
     if plan.fault != "kill_node" or not plan.grows:
         return rows
-    targets = (Target("median", 1.0),) if plan.stage < 3 and plan.source == "memory" else ()
-    name = f"scale-up pause, 3 -> 4, {plan.conditions}"
+    targets = (Target("median", 1.0),) if plan.stage < 3 and plan.source == "memory" and not plan.form.name else ()
+    name = f"scale-up pause, {plan.form.left} -> 4, {plan.conditions}"
     pause = Figure(CASE, name, "s", tuple(found.pauses), targets=targets, failure=found.failure,
                    notes=("from the end of the last step before to that of the first step after, that step included",),
                    details={"resizes": found.resizes})  # fmt: skip

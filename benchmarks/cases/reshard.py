@@ -14,8 +14,8 @@ from benchmarks.workload import LARGE, SMALL
 CASE = "reshard"
 OLD, NEW, STAGE = 4, 3, 1
 OWN, DEEPSPEED, DCP = "ray-elastic", "DeepSpeed", "torch DCP"
-# Ranks, and how many of them share each MLP.
-FROM, TO = (4, 2), (3, 1)
+# From one mesh to another: ranks, and how many of them share each MLP.
+MESHES = (((4, 2), (3, 1)), ((4, 2), (2, 2)), ((3, 1), (4, 2)))
 
 
 def measure(options: Options) -> list[Figure]:
@@ -40,26 +40,28 @@ def measure(options: Options) -> list[Figure]:
         except NotMeasured as error:
             failed = not_measured(CASE, "load at another world size", "s", str(error), subject=DEEPSPEED)
             return [*figures, failed]
-    return figures + _peer(figures, plain, universal) + _meshes(options, size, times)
+    changed = [figure for mesh in MESHES for figure in _mesh(options, size, times, *mesh)]
+    return figures + _peer(figures, plain, universal) + changed
 
 
-def _meshes(options: Options, size: str, times: int) -> list[Figure]:
-    """The same state, sharded by FSDP2 on one mesh, read on another one."""
-    change, note = f"FSDP2, {FROM[0]} ranks, tp {FROM[1]} -> {TO[0]}, tp {TO[1]}", f"{size} model, page cache"
+def _mesh(options: Options, size: str, times: int, before: tuple[int, int], after: tuple[int, int]) -> list[Figure]:
+    """The same state, sharded by FSDP2 on the mesh `before`, read on the one `after`."""
+    change, note = f"FSDP2, {before[0]} ranks, tp {before[1]} -> {after[0]}, tp {after[1]}", f"{size} model, page cache"
+    place = "reshard/mesh-" + "-".join(map(str, (*before, *after)))
     jobs: list[dict[str, Any]] = [
-        {"size": size, "stage": 0, "folder": str(options.make_folder(f"reshard/mesh-{who}"))} for who in ("own", "dcp")
+        {"size": size, "stage": 0, "folder": str(options.make_folder(f"{place}/{who}"))} for who in ("own", "dcp")
     ]
     found: list[Figure] = []
-    with Children(options.make_folder("reshard/meshes")) as children:
+    with Children(options.make_folder(f"{place}/ranks")) as children:
         for job, name, subject in zip(jobs, ("own", "sharded"), (OWN, DCP), strict=True):
             try:
-                crews.do(children, f"{name}_save", FROM[0], tp=FROM[1], **job)
-                told = crews.do(children, f"{name}_load", TO[0], times, tp=TO[1], **job)
+                crews.do(children, f"{name}_save", before[0], tp=before[1], **job)
+                told = crews.do(children, f"{name}_load", after[0], times, tp=after[1], **job)
             except NotMeasured as error:
                 return [*found, not_measured(CASE, change, "s", str(error), subject=subject)]
             values = _slowest(told) if subject == OWN else _turns(told)
             found.append(Figure(CASE, change, "s", values, subject, notes=(note,)))
-    return [*found, ratio(CASE, "DCP's load and set_state_dict over our load", found[1], found[0])]
+    return [*found, ratio(CASE, f"{change}: DCP's load and set_state_dict over our load", found[1], found[0])]
 
 
 def _own(size: str, same: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[Figure]:

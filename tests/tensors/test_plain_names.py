@@ -16,7 +16,7 @@ from elastic.engines.model.description import describe
 
 
 def model() -> nn.Module:
-    made = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    made = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Embedding(2, 2))
     made[1][0].weight = made[0].weight
     return made
 
@@ -82,7 +82,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     ),
     "another parameter under its name": lambda made: setattr(made[0], "bias", nn.Parameter(torch.ones(2))),
     "a parameter that is gone": lambda made: setattr(made[0], "bias", None),
-    "a parameter that becomes a buffer": lambda made: made[0].register_buffer("bias", made[0]._parameters.pop("bias")),
+    "a parameter that becomes a buffer": lambda made: made[2].register_buffer(
+        "weight", made[2]._parameters.pop("weight")
+    ),
     "a buffer that is registered later": lambda made: made.register_buffer("mask", torch.ones(1)),
     "another buffer under its name": lambda made: setattr(made[1][1], "running_mean", torch.ones(2)),
     "another buffer in the old one's place": _replaced_elsewhere,
@@ -133,6 +135,19 @@ def test_a_model_that_names_its_parameters_itself_is_asked_each_time() -> None:
     made: Any = Own(2, 2)
     for made.said in ("one", "two"):
         assert [name for name, _ in plain_names.named_parameters(made)] == [made.said]
+
+
+def test_equal_models_have_each_their_own_tensors() -> None:
+    class Equal(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        def __hash__(self) -> int:
+            return 1
+
+    for made in (Equal(2, 2), Equal(2, 2)):
+        assert everything(made) == of_torch(made)
+        assert made == Equal(2, 2)
 
 
 def test_names_keep_neither_a_model_nor_what_it_has_dropped() -> None:
