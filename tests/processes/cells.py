@@ -98,37 +98,44 @@ def with_a_rank_killed(
     config: Mapping[str, Any],
     where: str,
     of_two: Mapping[str, Any] | None = None,
+    then: Sequence[int] = (3, 0),
     **spec: Any,
 ) -> list[list[Outcome]]:
-    """4 ranks, mostly in two cells, of which one is killed in step `AT`. Two survivors form a cell; then there are 4
-    again. All survivors stay in their loop. `of_two`: fields of GenerationSpec that the two have alone."""
+    """The ranks of the crew, mostly in two cells, of which one is killed in step `AT`. The survivors `then`, mostly two,
+    form a cell; then there are all again. All survivors stay in their loop. `of_two`: fields of GenerationSpec that
+    those have alone."""
     more = {**of_run(config), "checkpoint_every_steps": 1, **spec}
     config = {**config, "in_loop": True, "url": str(url)}
     lose_a_rank(crew, url, function, config, where, **more)
     store = CheckpointStore(str(url), "run")
     fewer = {**more, **(of_two or {})}
-    shrunk = crew.run([3, 0], function, config, checkpoint=store.list()[0].id, end_at=AT + 2, **fewer)
+    shrunk = crew.run(then, function, config, checkpoint=store.list()[0].id, end_at=AT + 2, **fewer)
     _assert_ended(shrunk, "ended", AT + 2)
-    grown = crew.run([0, 1, 2, 3], function, config, checkpoint=store.list()[0].id, **more)
+    everyone = range(len(crew.members))
+    grown = crew.run(everyone, function, config, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
     left = [point for member in crew.members for point in member.points if point.startswith("left")]
     assert left == [], "a function was left"
-    for rank in (0, 2, 3):
+    for rank in (rank for rank in everyone if rank != 1):
         assert (grown[rank].told["calls"], grown[rank].told["abandoned"]) == (1, 1)
     return [shrunk, grown]
 
 
 def lose_a_rank(crew: Crew, url: Path, function: str, config: Mapping[str, Any], where: str, **more: Any) -> None:
-    """4 ranks, of which the second is killed in step `AT`; in its place there is a fresh process afterwards."""
-    crew.begin([0, 1, 2, 3], function, {**config, "victims": [1], "at": AT, "where": where}, **more)
-    for number in range(4):
+    """The ranks of the crew, of which the second is killed in step `AT`; in its place there is a fresh process
+    afterwards."""
+    everyone = range(len(crew.members))
+    config = {**config, "victims": [1], "at": AT, "where": where, "ranks": len(everyone)}
+    crew.begin(everyone, function, config, **more)
+    for number in everyone:
         crew.reached(number, "there")
     crew.reached(0, f"committed step {AT}")
     crew.members[1].signal(signal.SIGKILL)
     crew.members[1].process.join()
-    for number in (0, 2, 3):
+    survivors = [number for number in everyone if number != 1]
+    for number in survivors:
         crew.abort(number, "rank 1 was lost")
-    for number in (0, 2, 3):
+    for number in survivors:
         assert crew.outcome(number).result.kind in ("ended", "collective_failed")
     crew.replace(1)
     assert CheckpointStore(str(url), "run").list()[0].step == AT
@@ -150,10 +157,11 @@ def assert_every_sample_once(run: Run) -> None:
 
 
 def come_to(config: Mapping[str, Any], where: str, last: bool) -> None:
-    """Of the last micro-batch of step `config["at"]` in a world of 4: all ranks tell that they are at
+    """Of the last micro-batch of step `config["at"]` in a world of all: all ranks tell that they are at
     `config["where"]`, and those in `config["victims"]` stay there, for ever."""
     context = elastic.get_context()
-    if last and config.get("at") == context.step and context.world_size == 4 and config["where"] == where:
+    here = config.get("at") == context.step and context.world_size == config.get("ranks", 4)
+    if last and here and config["where"] == where:
         members.point("there")
         if context.rank in config["victims"]:
             members.stay()

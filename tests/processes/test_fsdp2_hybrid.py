@@ -65,28 +65,53 @@ def eight() -> Iterator[Crew]:
     made.close()
 
 
+COPIES = "shards over 4 workers, sums over 2 copies of each"
+SLICED: dict[str, Any] = {"engine": "fsdp2", "sequences": True, "clipping": 0.3, "fsdp2": {"shard_workers": 4}}
+BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"sp": 1, "tp": 2}, {"sp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    ("mesh", "options", "allowed"),
+    [({"sp": 1, "tp": 2}, {}, ALLOWED), ({"sp": 2, "tp": 2}, {}, ALLOWED), ({"sp": 1, "tp": 2}, BF16, 5e-3)],
+    ids=["tp", "sp-tp", "tp-bf16"],
+)
 def test_copies_of_shards_of_slices_equal_one_rank_with_whole_layers(
-    eight: Crew, tmp_path: Path, mesh: dict[str, int]
+    eight: Crew, tmp_path: Path, mesh: dict[str, int], options: dict[str, str], allowed: float
 ) -> None:
     """Two copies of two shards of two slices; no copies on one cell or two; two again."""
-    config = {"engine": "fsdp2", "sequences": True, "clipping": 0.3, "fsdp2": {"shard_workers": 4}}
+    config = {**SLICED, "fsdp2": {**SLICED["fsdp2"], **options}}
     parts: Sequence[cells.Part] = ((range(8), 3), ((5, 0, 6, 3), 5), ((1, 7, 0, 2, 6, 5, 3, 4), None))
     function, more = "tensor_parallel.train", {"anomalies": STOP}
     whole = Run(tmp_path / "whole", cells.through(eight, tmp_path / "whole", function, config, cells.WHOLE, **more))
     config["in_loop"] = True
     run = cells.through(eight, tmp_path / "moved", function, config, parts, **mesh, **more)
     moved = Run(tmp_path / "moved", run, 2)
-    assert _distance(whole.losses, moved.losses) <= ALLOWED
-    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= ALLOWED
+    assert _distance(whole.losses, moved.losses) <= allowed
+    # Adam makes a step of the rounding of a gradient.
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= allowed * (10 if options else 1)
     cells.assert_every_sample_once(moved)
     norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
     for outcome in moved.outcomes:
         for report in outcome.reports:
-            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "each element once"
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=max(1e-4, allowed)), "each element once"
     told = [report.travel for report in moved.outcomes[0].reports if report.travel]
-    assert told == ["shards over 4 workers, sums over 2 copies of each"]
+    assert told == [COPIES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_survivors_of_a_killed_rank_of_a_copy_stay_in_their_loop(eight: Crew, tmp_path: Path, where: str) -> None:
+    """Of two copies of two shards of two slices one rank is killed; three cells without copies; two copies again."""
+    url, function, then = tmp_path / "moved", "tensor_parallel.train", (6, 3, 0, 5, 2, 7)
+    run = cells.with_a_rank_killed(eight, url, function, SLICED, where, then=then, tp=2, anomalies=STOP)
+    moved = Run(url, run, 2)
+    whole = Run(tmp_path / "whole", cells.through(eight, tmp_path / "whole", function, SLICED, cells.WHOLE))
+    assert _distance(whole.after(cells.AT), moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= ALLOWED
+    told = [[report.travel for report in generation[0].reports if report.travel] for generation in run]
+    no_copies = "shards over all workers: 6 are not several whole groups of 4 (fsdp2.shard_workers)"
+    assert told == [[no_copies], [COPIES]]
 
 
 def test_copies_of_shards_with_shared_sequences_equal_one_rank(crew: Crew, tmp_path: Path) -> None:
