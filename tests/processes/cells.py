@@ -101,8 +101,8 @@ def with_a_rank_killed(
     then: Sequence[int] = (3, 0),
     **spec: Any,
 ) -> list[list[Outcome]]:
-    """The ranks of the crew, mostly in two cells, of which one is killed in step `AT`. The survivors `then`, mostly two,
-    form a cell; then there are all again. All survivors stay in their loop. `of_two`: fields of GenerationSpec that
+    """The ranks of the crew, mostly in two cells, of which one is killed in step `AT`. The survivors `then`, mostly a
+    cell, go on; then there are all again. All survivors stay in their loop. `of_two`: fields of GenerationSpec that
     those have alone."""
     more = {**of_run(config), "checkpoint_every_steps": 1, **spec}
     config = {**config, "in_loop": True, "url": str(url)}

@@ -79,6 +79,11 @@ class MeshSpec(BaseModel):
                     f"{axis}: say the sizes that a generation may have, as {axis}: [1, 2, 4]; each must {what}, which "
                     "is not known before the model is built"
                 )
+        if "cp" in data:
+            raise ValueError(
+                "cp (context parallelism, ring attention) is not supported: torch 2.13's does not train on a CPU, and "
+                "no test can show it right; share sequences with sp instead"
+            )
         if "dp" in data:
             raise ValueError("dp follows from the number of workers, which changes; leave it out")
         return data
