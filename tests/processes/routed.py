@@ -11,8 +11,8 @@ import sharing_model
 import torch
 import trainings
 from expert_model import EPS, Balance
-from layered_model import EVEN, plan
-from routed_model import RoutedMixture
+from layered_model import EVEN
+from routed_model import RoutedMixture, plan
 
 import elastic
 
@@ -43,7 +43,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         training_data=written(config).texts(37, crew.indices),
         optimizer=optimizer,
         weights=config.get("weights"),
-        tp_plan={f"model.{name}": style for name, style in plan().items() if ".mlp." not in name},
+        tp_plan=plan(),
         **given,
     )
     return engine, loader

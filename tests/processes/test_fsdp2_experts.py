@@ -138,6 +138,13 @@ OTHERS = [
         LAYERS,
         id="layers",
     ),
+    pytest.param(
+        {"recomputed": True, "dropout": 0.2, "frozen": True, "fsdp2": {"cpu_offload": True}, "in_loop": True},
+        [((0, 1, 2, 3), 3, {}), ((2, 0), 5, {"ep": 1}), ((1, 3, 0, 2), None, {})],
+        {"tp": 2},
+        id="layers-recomputed",
+        marks=SLOW,
+    ),
     # Between submissions: of as many ranks that share each layer all have all experts of their own.
     pytest.param(
         {"in_loop": False},
@@ -159,7 +166,7 @@ OTHERS = [
 def test_experts_are_shared_beside_layers_and_sequences(
     crew: Crew, tmp_path: Path, way: dict[str, Any], parts: Sequence[Part], mesh: dict[str, Any]
 ) -> None:
-    plain = {key: value for key, value in way.items() if key != "in_loop"}
+    plain = {key: value for key, value in way.items() if key in ("dropout", "frozen", "sequences")}
     whole = through(crew, tmp_path / "whole", {**DOUBLE, **plain}, WHOLE)
     shared = {"ep": 2, "ep_sizes": (1, 2), **mesh}
     moved = through(crew, tmp_path / "moved", {**DOUBLE, **way}, [(*a, {**shared, **b}) for *a, b in parts])

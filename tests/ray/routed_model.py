@@ -5,10 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import layered_model
 import torch
 from expert_model import CHOSEN, EXPERTS, FFN
 from layered_model import WIDTH, Transformer
 from torch import nn
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+
+def plan() -> dict[str, ParallelStyle]:
+    """How all else is cut."""
+    return {f"model.{name}": style for name, style in layered_model.plan().items() if ".mlp." not in name}
 
 
 class Routed(nn.Module):

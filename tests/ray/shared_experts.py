@@ -8,8 +8,8 @@ import loops
 import moe_model
 import torch
 from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
-from layered_model import texts
-from routed_model import RoutedMixture
+from layered_model import EVEN, texts
+from routed_model import RoutedMixture, plan
 
 import elastic
 
@@ -35,10 +35,10 @@ def train(config: dict[str, Any]) -> None:
 def train_routed(config: dict[str, Any]) -> None:
     """Layers that say themselves what they are, with FSDP2."""
     torch.manual_seed(3)
-    data, model = texts(config["size"]), RoutedMixture(0.1)
+    data, model = texts(config["size"]), RoutedMixture(0.1, **EVEN)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02, eps=EPS)
     engine, _, loader, _ = elastic.initialize(
-        model=model, training_data=data, optimizer=optimizer, **loops.of_engine(config, optimizer)
+        model=model, training_data=data, optimizer=optimizer, tp_plan=plan(), **loops.of_engine(config, optimizer)
     )
     balance = Balance(engine.module)
     loops.between_steps(config, data)

@@ -28,6 +28,12 @@ SHARED = [
     pytest.param("shared_experts:train", MeshSettings(ep=2), "deepspeed", id="experts"),
     pytest.param("shared_experts:train_native", MeshSettings(ep=2), "deepspeed", id="experts of deepspeed.moe"),
     pytest.param("shared_experts:train_routed", MeshSettings(ep=2), "fsdp2", id="experts of torch"),
+    pytest.param(
+        "shared_experts:train_routed",
+        MeshSettings(ep=2, tp=2, choices={"ep": (1, 2)}),
+        "fsdp2",
+        id="experts and layers of torch",
+    ),
     pytest.param("pipelined_work:train", MeshSettings(pp=2), "deepspeed", id="stages"),
 ]
 
