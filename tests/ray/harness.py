@@ -261,6 +261,11 @@ class Run:
                 answers.append(ray.get(agent.memory_held.remote(), timeout=LIMIT_S))
         return answers
 
+    def promises(self, records: list[Record]) -> set[tuple[int, int]]:
+        """(generation, worker) of each promise where to stop."""
+        told = (r for r in records if r["type"] == "event" and "StopPromised" in (r["event"], r.get("report")))
+        return {(event.generation, event.worker) for record in told for event in apart(from_json(record))}
+
     def wait_promises(self) -> int:
         """Wait until every rank of the running generation has promised where to stop; returns the generation, which is
         the next one where a stall of the machine has ended the one that ran."""
@@ -268,9 +273,7 @@ class Run:
         def promised(records: list[Record]) -> int:
             now = self.handle.progress()
             number, size = now["generation"], now["world_size"]
-            reports = (r for r in records if r["type"] == "event" and "StopPromised" in (r["event"], r.get("report")))
-            events = (event for told in reports for event in apart(from_json(told)))
-            ranks = {event.worker for event in events if event.generation == number}
+            ranks = {worker for generation, worker in self.promises(records) if generation == number}
             return number if size and len(ranks) == size else 0
 
         number: int = self.wait_for("the running generation to end as planned", promised)

@@ -129,7 +129,7 @@ class Submitted(Run):
 
     def wait_promises(self) -> int:
         """Until both ranks have promised where to stop."""
-        self.wait_for("a planned end", lambda _: len(self.events("StopPromised")) == 2)
+        self.wait_for("a planned end", lambda records: len(self.promises(records)) == 2)
         return 0
 
     def log(self, attempt: int) -> str:
