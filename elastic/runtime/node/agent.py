@@ -26,6 +26,7 @@ import ray
 
 from elastic.checkpoint.memory.link_probe import Points, measure_link
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
+from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.rounds import PARAMETER_SERVER
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.data.steps import StepReport
@@ -141,7 +142,7 @@ class AgentActor:
         """The complete snapshot shards on this node."""
         return self._memory.held()
 
-    async def memory_records(self, *wanted: Any) -> bytes | int:
+    async def memory_records(self, *wanted: Any) -> list[ShardRecord] | int:
         """What the manifest of a snapshot needs of shards on this node; see `ShardRecords.of`."""
         return await self._records.of(*wanted)
 

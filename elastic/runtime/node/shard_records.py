@@ -6,7 +6,6 @@ Their digests are computed from the shards' bytes, and lost shards are rebuilt o
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -33,12 +32,11 @@ class ShardRecords:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._work: tuple[Wanted, asyncio.Task[bytes]] | None = None
+        self._work: tuple[Wanted, asyncio.Task[list[ShardRecord]]] | None = None
 
-    async def of(self, wanted: Wanted, wait_s: float) -> bytes | int:
-        """As `pickle` makes them: whoever passes them on need not read them. Where they are not there after `wait_s`, a
-        counter that grows while they are being made. Raises IntegrityError, or StorageError where another node's shard
-        cannot be read."""
+    async def of(self, wanted: Wanted, wait_s: float) -> list[ShardRecord] | int:
+        """Where they are not there after `wait_s`, a counter that grows while they are being made. Raises
+        IntegrityError, or StorageError where another node's shard cannot be read."""
         if self._work is None or self._work[0] != wanted or _failed(self._work[1]):
             making = asyncio.ensure_future(self._made(*wanted))
             # Nobody may come back for it: asyncio would log its error as never retrieved.
@@ -48,8 +46,8 @@ class ShardRecords:
         await asyncio.wait((task,), timeout=wait_s)
         return task.result() if task.done() else self._shards.worked_bytes()
 
-    async def _made(self, held: tuple[Held, ...], others: Mapping[int, Address]) -> bytes:
-        return pickle.dumps(await asyncio.gather(*(self._record(one, others) for one in held)))
+    async def _made(self, held: tuple[Held, ...], others: Mapping[int, Address]) -> list[ShardRecord]:
+        return await asyncio.gather(*(self._record(one, others) for one in held))
 
     async def _record(self, held: Held, others: Mapping[int, Address]) -> ShardRecord:
         """A shard that is here only as parity is rebuilt of the other shards of its stripe; then it is a replica."""
@@ -58,5 +56,5 @@ class ShardRecords:
         return await asyncio.to_thread(self._shards.record, held)
 
 
-def _failed(task: asyncio.Task[bytes]) -> bool:
+def _failed(task: asyncio.Task[list[ShardRecord]]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -120,8 +119,8 @@ class SnapshotDirectory:
             raise
         except (ray.exceptions.RayError, asyncio.TimeoutError, StorageError, OSError) as error:
             raise StorageError(f"a node that holds a part of {identifier} does not answer: {error}") from error
+        records = sorted(told, key=lambda record: record.rank)
         # Takes seconds for a thousand ranks: not in the event loop.
-        records = await asyncio.to_thread(_read, told)
         text = await asyncio.to_thread(self._assembled, records)
         self._on_steps(snapshot.generation, *steps_of(record.extra_state for record in records))
         logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
@@ -141,10 +140,10 @@ class SnapshotDirectory:
                 raise answer
         return found
 
-    async def _records(self, left: dict[str, Wanted]) -> list[bytes]:
+    async def _records(self, left: dict[str, Wanted]) -> list[ShardRecord]:
         """The records of the shards on these nodes, as each makes them (`ShardRecords.of`). Raises what a node answers
         in their place, or TimeoutError when its work on them makes no progress."""
-        told: list[bytes] = []
+        told: list[ShardRecord] = []
         moved = dict.fromkeys(left, (-1, self._clock()))
         while left:
             asked = {node: (wanted, self._look_s) for node, wanted in left.items()}
@@ -153,8 +152,8 @@ class SnapshotDirectory:
             for node, answer in answers.items():
                 if isinstance(answer, Exception):
                     raise answer
-                if isinstance(answer, bytes):
-                    told.append(answer)
+                if isinstance(answer, list):
+                    told += answer
                     del left[node]
                 elif answer is not None and answer > moved[node][0]:
                     moved[node] = answer, now
@@ -183,8 +182,3 @@ class SnapshotDirectory:
 
 def _wanted(held: Sequence[Held], addresses: Sequence[Address]) -> Wanted:
     return tuple(held), {rank: addresses[rank] for one in held for rank in one.others}
-
-
-def _read(told: Sequence[bytes]) -> list[ShardRecord]:
-    """By rank. What agents answer is read in this way by Ray, too."""
-    return sorted((record for part in told for record in pickle.loads(part)), key=lambda record: record.rank)  # noqa: S301

@@ -57,7 +57,7 @@ class Agent:
         (held, others), wait_s = arguments
         assert others == {}
         assert wait_s == LOOK_S
-        return pickle.dumps([record(one.rank) for one in held])
+        return [record(one.rank) for one in held]
 
 
 class Clock:
