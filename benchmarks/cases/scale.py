@@ -186,7 +186,7 @@ def _with_calls(name: str, agents: SimulatedAgents, work: Callable[[], object]) 
 
 
 def _stop(fleet: Fleet, agents: SimulatedAgents) -> None:
-    """All members are asked where they can stop, promise it, and are told to."""
+    """A planned end: all members are asked where they can stop, they promise it, and are told where to."""
     fleet.actions.clear()
     fleet.happen([ev.StopRequested("enough")])
     (propose,) = (action for action in fleet.actions if isinstance(action, act.ProposeStop))

@@ -28,7 +28,7 @@ class Shards(Protocol):
 
 
 class ShardRecords:
-    """Of one node. Who asks for the same shards again gets the records that are being made, or have been."""
+    """The records of one node. They are made once for the same shards, however often somebody asks."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
