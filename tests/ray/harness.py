@@ -266,13 +266,15 @@ class Run:
         told = (r for r in records if r["type"] == "event" and "StopPromised" in (r["event"], r.get("report")))
         return {(event.generation, event.worker) for record in told for event in apart(from_json(record))}
 
-    def wait_promises(self) -> int:
+    def wait_promises(self, enough: Callable[[int], bool] = lambda _: False) -> int:
         """Wait until every rank of the running generation has promised where to stop; returns the generation, which is
-        the next one where a stall of the machine has ended the one that ran."""
+        the next one where a stall of the machine has ended the one that ran, and -1 where `enough` ranks run."""
 
         def promised(records: list[Record]) -> int:
             now = self.handle.progress()
             number, size = now["generation"], now["world_size"]
+            if enough(size):
+                return -1
             ranks = {worker for generation, worker in self.promises(records) if generation == number}
             return number if size and len(ranks) == size else 0
 
@@ -287,8 +289,8 @@ class Run:
         self._resize(lambda now: now <= world_size)
 
     def _resize(self, done: Callable[[int], bool]) -> None:
-        while not done(self.handle.progress()["world_size"]):
-            number = self.wait_promises()
+        # Before the run's first generation the world size is 0, and it may begin with as many as are waited for.
+        while (number := self.wait_promises(done)) != -1:
             # A generation that begins where they may not continue does its first step all the same.
             self.allow(max(self.waiting_at, self.handle.progress()["step"]) + 1)
             self.wait_generation(number + 1)
