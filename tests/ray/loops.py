@@ -64,7 +64,7 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "train_batch_size": config.get("batch", 10),
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": config.get("gradient_clipping", 0.5),
         "zero_optimization": {"stage": config.get("stage", 2), "stage3_param_persistence_threshold": 20},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}},
     }

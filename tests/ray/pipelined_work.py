@@ -22,7 +22,7 @@ def train(config: dict[str, Any]) -> None:
         model=model,
         training_data=data,
         optimizer=torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02),
-        config=loops.deepspeed_config({**config, "stage": 1}),
+        config=loops.deepspeed_config({"stage": 1, **config}),
     )
     loops.between_steps(config, data)
     for _ in elastic.epochs():

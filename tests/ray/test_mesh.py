@@ -3,13 +3,17 @@ undisturbed."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from elastic_cluster import LocalCluster
 from harness import Run
 
+import elastic
 from elastic.core.mesh import MeshSettings
 from elastic.core.settings import ScalingSettings
 
@@ -19,34 +23,67 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CEILING = 4e-6
 
 
-# What ranks share, and the function that shares it.
+# What ranks share, the function that shares it, and the engine's stage; None: it has none.
+SEQUENCES, LAYERS, EXPERTS, STAGES = (MeshSettings(**{axis: 2}) for axis in ("sp", "tp", "ep", "pp"))
 SHARED = [
-    pytest.param("shared_work:sequences", MeshSettings(sp=2), "deepspeed", id="sequences"),
-    pytest.param("shared_work:layers", MeshSettings(tp=2), "deepspeed", id="layers"),
-    pytest.param("shared_work:layers", MeshSettings(tp=2), "fsdp2", id="layers of torch"),
-    pytest.param("shared_work:both", MeshSettings(sp=2, tp=2, choices={"tp": (1, 2)}), "fsdp2", id="both"),
-    pytest.param("shared_experts:train", MeshSettings(ep=2), "deepspeed", id="experts"),
-    pytest.param("shared_experts:train_native", MeshSettings(ep=2), "deepspeed", id="experts of deepspeed.moe"),
-    pytest.param("shared_experts:train_routed", MeshSettings(ep=2), "fsdp2", id="experts of torch"),
+    *(pytest.param("shared_work:sequences", SEQUENCES, stage, id=f"sequences-{stage}") for stage in (0, 1, 2, 3)),
+    pytest.param("shared_work:sequences", SEQUENCES, None, id="sequences of torch"),
+    *(pytest.param("shared_work:layers", LAYERS, stage, id=f"layers-{stage}") for stage in (0, 1, 2, 3)),
+    pytest.param("shared_work:layers", LAYERS, None, id="layers of torch"),
+    pytest.param("shared_work:both", MeshSettings(sp=2, tp=2, choices={"tp": (1, 2)}), None, id="both"),
+    *(pytest.param("shared_experts:train", EXPERTS, stage, id=f"experts-{stage}") for stage in (1, 2, 3)),
+    *(pytest.param("shared_experts:train_native", EXPERTS, stage, id=f"deepspeed.moe-{stage}") for stage in (1, 2)),
+    pytest.param("shared_experts:train_routed", EXPERTS, None, id="experts of torch"),
     pytest.param(
         "shared_experts:train_routed",
         MeshSettings(ep=2, tp=2, choices={"ep": (1, 2)}),
-        "fsdp2",
+        None,
         id="experts and layers of torch",
     ),
-    pytest.param("pipelined_work:train", MeshSettings(pp=2), "deepspeed", id="stages"),
+    *(pytest.param("pipelined_work:train", STAGES, stage, id=f"stages-{stage}") for stage in (0, 1)),
+    pytest.param("staged_work:train", STAGES, None, id="stages of torch"),
 ]
 
 
-@pytest.mark.parametrize(("function", "mesh", "engine"), SHARED)
-def test_cells_lose_nodes_form_anew_and_grow(
-    cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings, engine: str
-) -> None:
-    still = started(cluster, tmp_path / "still", "still", function, mesh, engine)
-    still.allow(1 << 30)
-    still.start().finish()
+@dataclass(frozen=True)
+class Outcome:
+    losses: Mapping[int, float]
+    weights: Mapping[str, torch.Tensor]
 
-    run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine)
+    @classmethod
+    def of(cls, run: Run, folder: Path) -> Outcome:
+        exported = elastic.export(f"{run.url}/{run.settings.run_id}", folder, to="torch") / "model.pt"
+        return cls(run.losses(), torch.load(exported, weights_only=True))
+
+    def assert_near(self, other: Outcome) -> None:
+        assert list(self.losses) == list(other.losses)
+        for step, loss in self.losses.items():
+            assert loss == pytest.approx(other.losses[step], rel=CEILING, abs=CEILING), f"step {step}"
+        assert self.weights.keys() == other.weights.keys()
+        for name, weight in self.weights.items():
+            torch.testing.assert_close(weight, other.weights[name], rtol=CEILING, atol=CEILING, msg=name)
+
+
+# Undisturbed, by function, engine and clipping: one for all stages, which compute the same.
+_STILL: dict[tuple[str, str, float], Outcome] = {}
+
+
+@pytest.mark.parametrize(("function", "mesh", "stage"), SHARED)
+def test_cells_lose_nodes_form_anew_and_grow(
+    cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings, stage: int | None
+) -> None:
+    engine = "fsdp2" if stage is None else "deepspeed"
+    # PipelineModule clips with stage 1 only.
+    clipping = 0.0 if (function, stage) == ("pipelined_work:train", 0) else 0.5
+    config = {"stage": stage, "gradient_clipping": clipping}
+    key = (function, engine, clipping)
+    if key not in _STILL:
+        still = started(cluster, tmp_path / "still", "still", function, mesh, engine, config)
+        still.allow(1 << 30)
+        still.start().finish()
+        _STILL[key] = Outcome.of(still, tmp_path / "still-weights")
+
+    run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine, config)
     run.allow(7)
     run.start()
     run.reach(7)
@@ -71,9 +108,7 @@ def test_cells_lose_nodes_form_anew_and_grow(
 
     assert {generation["world_size"] for generation in run.summary()["generations"]} == {2, 4}
     run.assert_whole()
-    assert list(run.losses()) == list(still.losses())
-    for step, loss in run.losses().items():
-        assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
+    Outcome.of(run, tmp_path / "moved-weights").assert_near(_STILL[key])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +195,15 @@ def test_a_pipeline_has_other_stages_after_a_loss(
         assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
 
 
-def started(cluster: LocalCluster, folder: Path, run_id: str, function: str, mesh: MeshSettings, engine: str) -> Run:
+def started(
+    cluster: LocalCluster,
+    folder: Path,
+    run_id: str,
+    function: str,
+    mesh: MeshSettings,
+    engine: str,
+    config: Mapping[str, Any] | None = None,
+) -> Run:
     folder.mkdir()
     run = Run(
         cluster,
@@ -170,7 +213,7 @@ def started(cluster: LocalCluster, folder: Path, run_id: str, function: str, mes
         scaling=ScalingSettings(2, 4),
         memory={"every_steps": 1},
         every_steps=None,
-        config={"engine": engine},
+        config={"engine": engine, **(config or {})},
     )
     run.settings = replace(run.settings, mesh=mesh)
     return run
