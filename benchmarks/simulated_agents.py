@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.checkpoint.snapshots import Held, copies_of, place_replicas
+from elastic.core.checkpoint.snapshots import Held, copies_of, place_replicas, together
 from elastic.core.run.state import RunState
 from elastic.runtime.controller.hands.commands import Commands
 from elastic.runtime.controller.hands.generation_specs import memory_plans, shared_spec
@@ -122,7 +122,7 @@ class SimulatedAgents:
             for step in (8, 9):
                 found[own].append(Held(1, step, rank, len(self._nodes), False))
                 found[other].append(Held(1, step, rank, len(self._nodes), True))
-        return {node: tuple(held) for node, held in found.items()}
+        return {node: together(held) for node, held in found.items()}
 
     async def _agent_of(self, node: str) -> tuple[Any, NodeFacts]:
         return None, self._known[node]

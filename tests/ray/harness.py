@@ -21,7 +21,7 @@ from elastic_cluster.local import processes
 from elastic_cluster.local.node_table import TAG
 from ray.util.placement_group import PlacementGroup
 
-from elastic.core.checkpoint.snapshots import Held
+from elastic.core.checkpoint.snapshots import Held, one_by_one
 from elastic.core.errors import RunNotFound
 from elastic.core.event_groups import apart
 from elastic.core.events import from_json
@@ -258,7 +258,7 @@ class Run:
         answers = []
         for agent in agents:
             with contextlib.suppress(ray.exceptions.RayError):
-                answers.append(ray.get(agent.memory_held.remote(), timeout=LIMIT_S))
+                answers.append(one_by_one(ray.get(agent.memory_held.remote(), timeout=LIMIT_S)))
         return answers
 
     def promises(self, records: list[Record]) -> set[tuple[int, int]]:

@@ -6,7 +6,7 @@ Pure functions and plain data. What moves the bytes is in `elastic/checkpoint/me
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.core.errors import IntegrityError
@@ -22,7 +22,8 @@ class Held:
     """One node's complete copy of one rank's shard of a snapshot, or what it can make one of.
 
     With `stripe` the node holds the XOR of the shards of those ranks, this one among them: the shard can be had there
-    as long as all the others' are held somewhere.
+    as long as all the others' are held somewhere. `count`: the same of so many ranks, beginning with `rank`, see
+    `together`; of a stripe it is 1.
     """
 
     generation: int
@@ -31,11 +32,38 @@ class Held:
     world_size: int
     replica: bool
     stripe: tuple[int, ...] = ()
+    count: int = 1
 
     @property
     def others(self) -> tuple[int, ...]:
         """The ranks whose shards must be there to make this one of parity."""
         return tuple(rank for rank in self.stripe if rank != self.rank)
+
+    @property
+    def stop(self) -> int:
+        """The rank after the last."""
+        return self.rank + self.count
+
+
+def together(held: Iterable[Held]) -> tuple[Held, ...]:
+    """The same in fewer records, ordered: consecutive ranks' as one. A node of eight ranks tells four instead of 32."""
+    found: list[Held] = []
+    for copy in sorted(held, key=lambda one: (_kind(one), one.rank)):
+        before = found[-1] if found and not copy.stripe else None
+        if before and _kind(before) == _kind(copy) and before.stop == copy.rank:
+            found[-1] = replace(before, count=before.count + copy.count)
+        else:
+            found.append(copy)
+    return tuple(found)
+
+
+def _kind(held: Held) -> tuple[Any, ...]:
+    return held.generation, held.step, held.world_size, held.replica, held.stripe
+
+
+def one_by_one(held: Iterable[Held]) -> tuple[Held, ...]:
+    """A record for each rank."""
+    return tuple(replace(copy, rank=rank, count=1) for copy in held for rank in range(copy.rank, copy.stop))
 
 
 @dataclass(frozen=True, order=True)
@@ -141,18 +169,17 @@ def found_and_missing(held: Mapping[str, Iterable[Held]]) -> tuple[tuple[Snapsho
     """`recoverable` and `not_whole`, by one look at what the nodes hold."""
     found = _holders(held)
     whole = [
-        Snapshot(step, generation, tuple([shards[rank] for rank in range(world_size)]))
-        for (step, generation, world_size), shards in found.items()
-        if shards.keys() >= set(range(world_size))
+        Snapshot(step, generation, tuple(shards)) for (step, generation, _), shards in found.items() if all(shards)
     ]
     # Of one step the newest generation's: what came before it was rolled back.
     whole.sort(key=lambda snapshot: (snapshot.generation, snapshot.step), reverse=True)
     after = (whole[0].generation, whole[0].step) if whole else (-1, -1)
     sentences = []
-    for step, generation, size in sorted(found, key=lambda key: (key[1], key[0]), reverse=True):
+    for key in sorted(found, key=lambda key: (key[1], key[0]), reverse=True):
+        step, generation, _ = key
         if (generation, step) <= after:
             break
-        missing = sorted(set(range(size)) - found[step, generation, size].keys())
+        missing = [rank for rank, nodes in enumerate(found[key]) if not nodes]
         if missing:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
             sentences.append(
@@ -162,36 +189,62 @@ def found_and_missing(held: Mapping[str, Iterable[Held]]) -> tuple[tuple[Snapsho
     return tuple(whole), tuple(sentences)
 
 
-def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], dict[int, tuple[str, ...]]]:
-    """(step, generation, world size) -> rank -> the nodes to have its shard from, the best one first."""
-    copies: dict[tuple[int, int, int], dict[int, list[tuple[bool, str]]]] = {}
+@dataclass
+class _Columns:
+    """The nodes that have the shards of a snapshot of `size` ranks. Of each rank the n-th one is in the n-th column, so
+    that those of many ranks are entered and read at once."""
+
+    size: int
+    own: list[list[str]] = field(default_factory=list)
+    replicas: list[list[str]] = field(default_factory=list)
+
+    def enter(self, node: str, copy: Held) -> None:
+        self._enter(self.replicas if copy.replica else self.own, node, copy.rank, copy.stop)
+
+    def _enter(self, columns: list[list[str]], node: str, first: int, stop: int) -> None:
+        for column in columns:
+            free = column[first:stop].count("")
+            if free == stop - first:
+                break
+            if free:
+                for rank in range(first, stop):
+                    self._enter(columns, node, rank, rank + 1)
+                return
+        else:
+            column = [""] * self.size
+            columns.append(column)
+        column[first:stop] = [node] * (stop - first)
+
+    def nodes(self) -> list[tuple[str, ...]]:
+        """By rank, own copies first; none where nobody has it. A node may have rebuilt its own rank's shard."""
+        columns = self.own + self.replicas
+        if not columns:
+            return [()] * self.size
+        return [tuple(dict.fromkeys(filter(None, nodes))) for nodes in zip(*columns, strict=True)]
+
+
+def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], list[tuple[str, ...]]]:
+    """(step, generation, world size) -> by rank the nodes to have its shard from, the best one first."""
+    copies: dict[tuple[int, int, int], _Columns] = {}
     parity: dict[tuple[int, int, int], dict[int, list[tuple[str, Held]]]] = {}
     for node in sorted(held):
         for copy in held[node]:
             key = (copy.step, copy.generation, copy.world_size)
-            shards = copies.setdefault(key, {})
+            if key not in copies:
+                copies[key] = _Columns(copy.world_size)
             if copy.stripe:
                 parity.setdefault(key, {}).setdefault(copy.rank, []).append((node, copy))
             else:
-                shards.setdefault(copy.rank, []).append((copy.replica, node))
-    found = {key: {rank: _best_first(have) for rank, have in shards.items()} for key, shards in copies.items()}
+                copies[key].enter(node, copy)
+    found = {key: columns.nodes() for key, columns in copies.items()}
     for key, offers in parity.items():
-        for rank in offers.keys() - copies[key].keys():
-            # Of shards that are there as they are: of two that are missing in one stripe none can be made.
-            nodes = [node for node, copy in offers[rank] if copies[key].keys() >= set(copy.others)]
-            if nodes:
+        # Of shards that are there as they are: of two that are missing in one stripe none can be made.
+        there = [bool(nodes) for nodes in found[key]]
+        for rank, offered in offers.items():
+            nodes = [node for node, copy in offered if all(there[other] for other in copy.others)]
+            if nodes and not there[rank]:
                 found[key][rank] = (nodes[0],)
     return found
-
-
-def _best_first(copies: list[tuple[bool, str]]) -> tuple[str, ...]:
-    """Nodes by what they hold, (a replica?, node)."""
-    if len(copies) == 2 and copies[0][1] != copies[1][1]:
-        # Nearly always: 80,000 ranks' copies are sorted in a quarter of the time.
-        (_, one), (_, other) = copies
-        return (one, other) if copies[0] < copies[1] else (other, one)
-    # A node that rebuilt its own rank's shard may have it twice.
-    return tuple(dict.fromkeys(node for _, node in sorted(copies)))
 
 
 def place_replicas(

@@ -28,7 +28,7 @@ from elastic.checkpoint.memory.link_probe import Points, measure_link
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.rounds import PARAMETER_SERVER
-from elastic.core.checkpoint.snapshots import Held
+from elastic.core.checkpoint.snapshots import Held, together
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import ElasticError, Fenced, UsageError
 from elastic.core.settings import RunSettings
@@ -139,8 +139,8 @@ class AgentActor:
         return await asyncio.to_thread(measure_link, other, self._token)
 
     async def memory_held(self) -> tuple[Held, ...]:
-        """The complete snapshot shards on this node."""
-        return self._memory.held()
+        """The complete snapshot shards on this node, those of consecutive ranks together."""
+        return together(self._memory.held())
 
     async def memory_records(self, *wanted: Any) -> list[ShardRecord] | int:
         """What the manifest of a snapshot needs of shards on this node; see `ShardRecords.of`."""

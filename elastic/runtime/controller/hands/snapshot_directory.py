@@ -175,9 +175,10 @@ class SnapshotDirectory:
         copies = [
             held
             for held in self._held[node]
-            if (held.step, held.generation, held.rank) == (snapshot.step, snapshot.generation, rank)
+            if (held.step, held.generation) == (snapshot.step, snapshot.generation) and held.rank <= rank < held.stop
         ]
-        return min(copies, key=lambda held: (bool(held.stripe), held.replica))
+        best = min(copies, key=lambda held: (bool(held.stripe), held.replica))
+        return replace(best, rank=rank, count=1)
 
 
 def _wanted(held: Sequence[Held], addresses: Sequence[Address]) -> Wanted:

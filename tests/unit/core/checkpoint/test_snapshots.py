@@ -17,10 +17,12 @@ from elastic.core.checkpoint.snapshots import (
     Held,
     copies_of,
     is_snapshot,
+    one_by_one,
     parse_snapshot_id,
     place_replicas,
     recoverable,
     snapshot_id,
+    together,
 )
 from elastic.core.errors import IntegrityError
 from elastic.core.run import machine
@@ -130,6 +132,33 @@ def test_every_copy_is_known_and_told_by_node() -> None:
     (found,) = recoverable(held)
     assert found.copies == (("a", "b"), ("a", "b"), ("c",))
     assert copies_of(found) == Copies(3, (("a", ((0, 2),), ()), ("b", (), ((0, 2),)), ("c", ((2, 3),), ())))
+
+
+SHARDS = st.builds(Held, st.just(1), st.integers(8, 9), st.integers(0, 5), st.just(6), st.booleans())
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.sets(SHARDS, max_size=24), max_size=5))
+def test_what_nodes_tell_of_many_ranks_at_once_is_what_they_tell_of_each(held: dict[str, set[Held]]) -> None:
+    told = {node: together(copies) for node, copies in held.items()}
+    for node, copies in held.items():
+        assert sorted(one_by_one(told[node])) == sorted(copies)
+        assert all(one.stop != other.rank or one.replica != other.replica or one.step != other.step
+                   for one in told[node] for other in told[node])  # fmt: skip
+    found = recoverable(told)
+    assert found == recoverable(held)
+    for snapshot in found:
+        by_rank: list[list[tuple[bool, str]]] = [[] for _ in range(6)]
+        for node, copies in held.items():
+            for copy in copies:
+                if copy.step == snapshot.step:
+                    by_rank[copy.rank].append((copy.replica, node))
+        # Own ones first, then by name; each node once.
+        assert snapshot.copies == tuple(tuple(dict.fromkeys(node for _, node in sorted(have))) for have in by_rank)
+
+
+def test_what_parity_offers_is_told_rank_by_rank() -> None:
+    offered = tuple(Held(1, 8, rank, 3, False, stripe=(0, 1, 2)) for rank in range(3))
+    assert together(offered) == offered
 
 
 def test_a_ranks_own_node_is_read_before_its_replicas() -> None:
