@@ -61,6 +61,8 @@ class Outcome:
             assert loss == pytest.approx(other.losses[step], rel=CEILING, abs=CEILING), f"step {step}"
         assert self.weights.keys() == other.weights.keys()
         for name, weight in self.weights.items():
+            if name.endswith("passes"):
+                continue  # Of one rank, which has as many as its cell gets micro-batches.
             torch.testing.assert_close(weight, other.weights[name], rtol=CEILING, atol=CEILING, msg=name)
 
 

@@ -15,7 +15,8 @@ Range = tuple[int, int]
 RANKS_PER_METRIC = 32
 _ALWAYS = ("step", "loss", "positions", "samples", "duration_s")
 _WHERE_SET = (
-    "tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "gradient_parts", "sample_flops", "audit",
+    "tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "learning_rates", "gradient_parts",
+    "sample_flops", "audit", "travel",
 )  # fmt: skip
 
 
@@ -79,7 +80,7 @@ class StepReport:
         """The inverse of `to_json`. Unknown keys are ignored. Raises KeyError or TypeError for anything else."""
         known: dict[str, Any] = {name: data[name] for name in (*_ALWAYS, *_WHERE_SET) if name in data}
         known |= {name: _ranges(known[name]) for name in ("positions", "skipped") if name in known}
-        known |= {"gradient_parts": tuple(known.get("gradient_parts", ()))}
+        known |= {name: tuple(known.get(name, ())) for name in ("learning_rates", "gradient_parts")}
         return cls(**known, generation=generation, rank=rank)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -162,7 +162,11 @@ def test_values_by_rank_are_bounded() -> None:
 def test_a_report_that_travels_with_a_snapshot_is_small_and_complete() -> None:
     whole = report(3, 7, 1, metrics={"x": 1}, anomaly="the loss is nan", skipped=((1, 2),), positions=())
     whole = replace(whole, grad_norm=2.5, gradient_parts=(2.0, 0.5), sample_flops=9.0, audit="agreed")
+    whole = replace(whole, learning_rates=(0.5, 0.25), travel="ring", content=9, tokens=7)
     assert StepReport.from_json(json.loads(json.dumps(whole.to_json())), 3, 1) == whole
+    left_out = {"data_wait_s", "save_stall_s", "noncollective_s", "energy_j", "slowed", "collectives"}
+    place = {"generation", "rank"}
+    assert whole.to_json().keys() == {part.name for part in fields(StepReport)} - left_out - place
     assert set(report(3, 7, 1).to_json()) == {"step", "loss", "positions", "samples", "duration_s"}
 
 
