@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,85 +109,139 @@ class DeepSpeed:
         layer_group: dist.ProcessGroup | None = None,
     ) -> tuple[DeepSpeedAdapter, Any, Any]:
         """AutoTP makes the group of `layer_group`'s ranks itself."""
-        import deepspeed
-
-        tensor_parallel.refuse_plan(objects.tp_plan)
-        if objects.pipeline is not None:
-            raise UsageError(
-                "pipeline= is for engine: fsdp2; with DeepSpeed give a deepspeed.pipe.PipelineModule as the model"
-            )
-        refuse_model(objects.model)
-        refuse_without_values(objects.model)
-        refuse_wrapped(objects.model, resolved.native)
-        require_whole_layers(objects.model, resolved.native)
+        _refuse(resolved, objects)
         config = native_experts.configured(objects.model, resolved.native)
-        layered = bool(native_experts.layers_of(objects.model))
-        shared = bool(experts.size_of(resolved.native))
-        staged = is_pipeline(objects.model)
-        if staged:
-            require_carriable(objects.model)
-            pipeline.require_stage(resolved.native)
-        tp = tensor_parallel.size_of(resolved.native)
-        most = max((tp, *resolved.tp_sizes))
-        if most > 1:
-            tensor_parallel.refuse_unshardable(objects.model, most)
-        ep = experts.size_of(config)
-        if ep:
-            refuse_unplaceable(objects.model)
-        if ep or layered:
-            require_groups(objects, layered, resolved.ep_changes)
+        form = _Form.of(objects.model, resolved.native, config)
+        form.require(resolved, objects)
         fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
-        whole = tp == 1 and not ep and not layered and not staged
-        values = startup.values_come_later() if whole and not resolved.begins else contextlib.nullcontext()
-        noting = noting_cuts(tp) if tp > 1 else contextlib.nullcontext()
         try:
-            with (
-                user_calls.building(),
-                startup.named_by_shape(),
-                table_by_names(),
-                groups_of_any_size(resolved.ep_changes),
-                values,
-                noting as cuts,
-            ):
-                native, wrapped, _, scheduler = deepspeed.initialize(
-                    model=objects.model,
-                    optimizer=regrouped(objects, layered) if ep or layered else objects.optimizer,
-                    lr_scheduler=objects.lr_scheduler,
-                    model_parameters=objects.model_parameters,
-                    config=config,
-                    dist_init_required=False,
-                )
+            native, wrapped, scheduler, cuts = _initialized(resolved, objects, config, form)
         except BaseException as error:
             # A peer was lost, say: the next generation builds on the same model, unless its layers have been replaced.
-            if tp == 1 and not ep and not layered:
+            if form.tp == 1 and not form.has_experts:
                 belongings.failed()
             teardown.clear_stage3_globals()
-            if ep and isinstance(error, ValueError):
-                raise UsageError(f"DeepSpeed's AutoEP refuses this model or its configuration: {error}") from error
-            if tp > 1 and isinstance(error, (ValueError, NotImplementedError, AssertionError)):
-                raise UsageError(f"DeepSpeed's AutoTP refuses this model or its configuration: {error}") from error
+            if refusal := form.refusal(error):
+                raise UsageError(refusal) from error
             raise
         try:
-            if tp > 1:
-                tensor_parallel.require_slices(native.module, tp)
-                tensor_parallel.require_even_slices(native.module, tp)
-            if ep:
-                require_experts(native.module)
+            form.require_built(native.module)
             engine = (
                 PipelineAdapter(native, nonfinite, belongings)
-                if staged
+                if form.staged
                 else DeepSpeedAdapter(native, nonfinite, belongings, cuts)
             )
         except UsageError:
             teardown.release_engine(native)
             raise
-        if layered:
-            prepare(native, shared)
+        if form.layered:
+            prepare(native, form.shared)
         belongings.built(native)
         engine.count_collectives()
         engine.ledger.remark = resolved.said
         return engine, wrapped, scheduler
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What DeepSpeed makes of a model beyond data parallelism. `tp` ranks share each layer, `ep` ranks AutoEP's experts
+    (0: it has none); `layered`: it has native layers of experts, which are `shared` out; `staged`: it is a pipeline."""
+
+    tp: int
+    ep: int
+    layered: bool
+    shared: bool
+    staged: bool
+
+    @classmethod
+    def of(cls, model: Any, given: Mapping[str, Any], config: Mapping[str, Any]) -> _Form:
+        """`config` is `given` as DeepSpeed is told."""
+        layered = bool(native_experts.layers_of(model))
+        return cls(
+            tensor_parallel.size_of(given),
+            experts.size_of(config),
+            layered,
+            bool(experts.size_of(given)),
+            is_pipeline(model),
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.ep) or self.layered
+
+    @property
+    def whole(self) -> bool:
+        """The model stays as it is."""
+        return self.tp == 1 and not self.has_experts and not self.staged
+
+    def require(self, resolved: ResolvedConfig, objects: UserObjects) -> None:
+        """Raises UsageError for what this form cannot be made of."""
+        if self.staged:
+            require_carriable(objects.model)
+            pipeline.require_stage(resolved.native)
+        most = max((self.tp, *resolved.tp_sizes))
+        if most > 1:
+            tensor_parallel.refuse_unshardable(objects.model, most)
+        if self.ep:
+            refuse_unplaceable(objects.model)
+        if self.has_experts:
+            require_groups(objects, self.layered, resolved.ep_changes)
+
+    def require_built(self, module: Any) -> None:
+        """Raises UsageError where DeepSpeed has left a part as it was."""
+        if self.tp > 1:
+            tensor_parallel.require_slices(module, self.tp)
+            tensor_parallel.require_even_slices(module, self.tp)
+        if self.ep:
+            require_experts(module)
+
+    def refusal(self, error: BaseException) -> str | None:
+        """What DeepSpeed says of the model, as a sentence; None for every other error."""
+        if self.ep and isinstance(error, ValueError):
+            return f"DeepSpeed's AutoEP refuses this model or its configuration: {error}"
+        if self.tp > 1 and isinstance(error, (ValueError, NotImplementedError, AssertionError)):
+            return f"DeepSpeed's AutoTP refuses this model or its configuration: {error}"
+        return None
+
+
+def _refuse(resolved: ResolvedConfig, objects: UserObjects) -> None:
+    tensor_parallel.refuse_plan(objects.tp_plan)
+    if objects.pipeline is not None:
+        raise UsageError(
+            "pipeline= is for engine: fsdp2; with DeepSpeed give a deepspeed.pipe.PipelineModule as the model"
+        )
+    refuse_model(objects.model)
+    refuse_without_values(objects.model)
+    refuse_wrapped(objects.model, resolved.native)
+    require_whole_layers(objects.model, resolved.native)
+
+
+def _initialized(
+    resolved: ResolvedConfig, objects: UserObjects, config: dict[str, Any], form: _Form
+) -> tuple[Any, Any, Any, Any]:
+    """DeepSpeed's engine, optimizer and scheduler, and how its layers were cut (None: they were not)."""
+    import deepspeed
+
+    values = startup.values_come_later() if form.whole and not resolved.begins else contextlib.nullcontext()
+    noting = noting_cuts(form.tp) if form.tp > 1 else contextlib.nullcontext()
+    with (
+        user_calls.building(),
+        startup.named_by_shape(),
+        table_by_names(),
+        groups_of_any_size(resolved.ep_changes),
+        values,
+        noting as cuts,
+    ):
+        native, wrapped, _, scheduler = deepspeed.initialize(
+            model=objects.model,
+            optimizer=regrouped(objects, form.layered) if form.has_experts else objects.optimizer,
+            lr_scheduler=objects.lr_scheduler,
+            model_parameters=objects.model_parameters,
+            config=config,
+            dist_init_required=False,
+        )
+    return native, wrapped, scheduler, cuts
 
 
 def messages_to_stderr() -> None:
