@@ -206,8 +206,9 @@ def test_copies_of_shards_on_other_nodes_are_the_replicas(cluster: LocalCluster,
     cluster.add_node()
     run.grow_to(4)
     _reached_with_copies(run, run.waiting_at + 2)
+    number = run.handle.progress()["generation"]
     cluster.kill_node(run.node_of(run.away_from_head()[0]).name)
-    run.wait_generation(run.handle.progress()["generation"] + 1)
+    run.wait_generation(number + 1)
     run.finish()
 
     run.assert_whole()
