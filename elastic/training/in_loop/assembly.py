@@ -90,74 +90,97 @@ def assemble(
     Raises what `elastic.initialize` raises."""
     scope, source = generation.scope, given.source
     resolved = generation.kind.resolve(given.config, scope.spec, source.micro_batch)
-    if scope.spec.noise_every_steps is not None:
-        refused = refused_noise(
-            scope.spec.sp, resolved.global_batch, resolved.micro_batch, scope.spec.tp, scope.spec.ep, scope.spec.pp
-        )
-        if refused is not None:
-            raise UsageError(refused)
-    if scope.spec.audit_every_steps is not None:
-        refused = refused_audit(
-            scope.spec.sp, isinstance(source.dataset, Stream), scope.spec.tp, scope.spec.ep, scope.spec.pp
-        )
-        if refused is not None:
-            raise UsageError(refused)
-    if scope.spec.pp > 1:
-        streams = isinstance(source.dataset, Stream)
-        require_pipeline(given.model, scope.spec.pp, streams, scope.spec.engine, given.pipeline)
-    if scope.spec.tp > 1:
-        if scope.spec.checkpoint is None:
-            if given.weights is not None:
-                _load_whole(scope, given.model, given.weights)
-            require_one_model(given.model, generation.group.along("tp"), scope.device)
-    elif scope.spec.ep > 1 and scope.spec.checkpoint is None and given.weights is None and not is_in_parts(given.model):
-        require_one_model(given.model, dist.group.WORLD, scope.device)
+    _refuse(scope.spec, resolved, given)
+    _require_one_model(generation, given)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
+    parameters = _copied(given.model_parameters)
     engine, optimizer, scheduler = generation.kind.build(
         resolved,
         nonfinite if nonfinite != "off" else None,
         scope.device,
-        UserObjects(
-            given.model,
-            given.optimizer,
-            given.lr_scheduler,
-            _copied(given.model_parameters),
-            given.tp_plan,
-            given.pipeline,
-        ),
+        UserObjects(given.model, given.optimizer, given.lr_scheduler, parameters, given.tp_plan, given.pipeline),
         generation.group.along("tp"),
     )
     generation.own(engine)
-    pipelined = isinstance(engine, Pipelined)
-    if pipelined:
+    if isinstance(engine, Pipelined):
         refuse_measures(scope.spec)
     shares = reduce_gradients(engine, scope, generation.group.connects_to)
     generation.closing.callback(shares.close)
     generation.group.seal()
-    plan = _plan(scope.spec, resolved, source)
     weights = given.weights if scope.spec.tp == 1 else None
-    steps, watch, audit, reader, share = _opened(generation, engine, plan, source, weights, held, shares)
-    if steps.plan.rate_factor is not None:
-        engine.scale_rates(lambda: steps.rate_factor)
+    opened = _opened(generation, engine, _plan(scope.spec, resolved, source), source, weights, held, shares)
+    if opened.steps.plan.rate_factor is not None:
+        engine.scale_rates(lambda: opened.steps.rate_factor)
     if handles is None:
-        handles = Handles(
-            (PipelinedEngine if pipelined else ElasticEngine)(
-                engine, scope, steps, generation.state, share, watch, generation.in_loop, audit
-            ),
-            _handle(optimizer, given.optimizer),
-            ElasticLoader(scope, steps, reader, source, generation.in_loop),
-            _handle(scheduler, given.lr_scheduler),
-        )
-        if isinstance(handles.engine, PipelinedEngine):
-            handles.engine.reads(handles.loader)
+        handles = _new_handles(generation, given, engine, opened, optimizer, scheduler)
     else:
-        handles.engine.open(engine, scope, steps, generation.state, share, watch, audit)
-        handles.loader.open(scope, steps, reader)
+        handles.engine.open(engine, scope, opened.steps, generation.state, opened.share, opened.watch, opened.audit)
+        handles.loader.open(scope, opened.steps, opened.reader)
         for handle, target in ((handles.optimizer, optimizer), (handles.scheduler, scheduler)):
             if type(handle) is StandIn:
                 handle.stand_in_for(target)
-    generation.began(steps, handles.engine, handles.loader)
+    generation.began(opened.steps, handles.engine, handles.loader)
     return handles
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What stands on the engine of a generation, from its first step to its last."""
+
+    steps: StepLoop
+    watch: AnomalyWatch | None
+    audit: Audits | None
+    reader: MicroBatchReader
+    share: StepShare
+
+
+def _new_handles(
+    generation: Generation, given: Given, engine: Engine, opened: _Opened, optimizer: Any, scheduler: Any
+) -> Handles:
+    scope, steps, in_loop = generation.scope, opened.steps, generation.in_loop
+    made = PipelinedEngine if isinstance(engine, Pipelined) else ElasticEngine
+    handles = Handles(
+        made(engine, scope, steps, generation.state, opened.share, opened.watch, in_loop, opened.audit),
+        _handle(optimizer, given.optimizer),
+        ElasticLoader(scope, steps, opened.reader, given.source, in_loop),
+        _handle(scheduler, given.lr_scheduler),
+    )
+    if isinstance(handles.engine, PipelinedEngine):
+        handles.engine.reads(handles.loader)
+    return handles
+
+
+def _refuse(spec: GenerationSpec, resolved: ResolvedConfig, given: Given) -> None:
+    """What cannot be had with this data or on this mesh. Raises UsageError."""
+    streams, shared = isinstance(given.source.dataset, Stream), (spec.tp, spec.ep, spec.pp)
+    if spec.noise_every_steps is not None:
+        _raise(refused_noise(spec.sp, resolved.global_batch, resolved.micro_batch, *shared))
+    if spec.audit_every_steps is not None:
+        _raise(refused_audit(spec.sp, streams, *shared))
+    if spec.pp > 1:
+        require_pipeline(given.model, spec.pp, streams, spec.engine, given.pipeline)
+    if spec.batch.adaptive is not None:
+        late = spec.communication is not None and spec.communication.semantics in ("local", "async")
+        rollback = spec.anomalies is not None and spec.anomalies.policy == "rollback"
+        audited = spec.audit_every_steps is not None
+        _raise(refused_adaptive(streams=streams, rollback=rollback, audited=audited, late=late))
+
+
+def _raise(refused: str | None) -> None:
+    if refused is not None:
+        raise UsageError(refused)
+
+
+def _require_one_model(generation: Generation, given: Given) -> None:
+    """Where ranks have parts of the model, they are parts of the same one, whatever the seeds. Collective."""
+    scope, begins = generation.scope, generation.scope.spec.checkpoint is None
+    if scope.spec.tp > 1:
+        if begins:
+            if given.weights is not None:
+                _load_whole(scope, given.model, given.weights)
+            require_one_model(given.model, generation.group.along("tp"), scope.device)
+    elif scope.spec.ep > 1 and begins and given.weights is None and not is_in_parts(given.model):
+        require_one_model(given.model, dist.group.WORLD, scope.device)
 
 
 def _load_whole(scope: GenerationScope, model: Any, weights: WeightsSettings) -> None:
@@ -186,14 +209,6 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
     # The job's epochs are those of the run: its readers do not begin anew by themselves.
     has_epochs = stream is not None and (not stream.repeat or spec.batch.epochs is not None)
     adaptive = spec.batch.adaptive
-    if adaptive is not None:
-        late = spec.communication is not None and spec.communication.semantics in ("local", "async")
-        rollback = spec.anomalies is not None and spec.anomalies.policy == "rollback"
-        refused = refused_adaptive(
-            streams=stream is not None, rollback=rollback, audited=spec.audit_every_steps is not None, late=late
-        )
-        if refused is not None:
-            raise UsageError(refused)
     return StepPlan(
         adaptive=adaptive,
         full_batch=resolved.full_batch,
@@ -225,7 +240,7 @@ def _opened(
     weights: WeightsSettings | None,
     held: Unfinished | None,
     shares: Shares,
-) -> tuple[StepLoop, AnomalyWatch | None, Audits | None, MicroBatchReader, StepShare]:
+) -> _Opened:
     """The engine's state is opened and, when the spec names a checkpoint, restored, else `weights` go in; the
     data is opened where it stands. Collective.
 
@@ -294,4 +309,4 @@ def _opened(
     )
     # Nobody would take up what is kept of a function that is called again.
     refused = "" if generation.in_loop is None else unfinished.refused(plan, scope.spec)
-    return steps, watch, audit, reader, StepShare(engine, scope, refused, carried)
+    return _Opened(steps, watch, audit, reader, StepShare(engine, scope, refused, carried))
