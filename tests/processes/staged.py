@@ -10,20 +10,32 @@ import layered_model
 import sharing_model
 import torch
 import trainings
+from expert_model import BALANCE
 from layered_model import plan
 from pipeline_model import BLOCKS
 from pipelined import Loss, content
-from staged_model import ROW, Staged, trained
+from staged_model import ROW, Staged, StagedMixture, trained
 
 import elastic
 
 
 def model_of(config: dict[str, Any]) -> Staged:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
-    model = Staged(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
+    kind = StagedMixture if config.get("experts") else Staged
+    model = kind(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
+    model.to(getattr(torch, config.get("precision", "float32")))
     if config.get("sequences"):
         sharing_model.share(model)
     return model
+
+
+class BalancedLoss(Loss):
+    """How uneven a part of the sequences spreads over the experts is no part of how uneven the whole does."""
+
+    def __call__(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        logits, uneven = outputs
+        found = super().__call__(logits, labels)
+        return found if self._config.get("sequences") else found + BALANCE * uneven
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -34,10 +46,11 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             layer.register_forward_hook(lambda module, given, output: output.view(output.shape))
     if config.get("stray"):
         model.scale = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.AdamW(trained(model), lr=config.get("rate", 0.02))
+    optimizer = torch.optim.AdamW(trained(model), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
     options = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
     options["config"] = {**trainings.fsdp2_options(config), "gradient_clipping": config.get("clipping", 0.3)}
-    pipeline = elastic.Pipeline(Loss(config), **{"layers": ROW, **config.get("pipeline", {})})
+    loss = (BalancedLoss if config.get("experts") else Loss)(config)
+    pipeline = elastic.Pipeline(loss, **{"layers": ROW, **config.get("pipeline", {})})
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=(sharing_model if config.get("sequences") else layered_model).texts(
@@ -45,7 +58,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         ),
         optimizer=optimizer,
         weights=trainings.weights_of(config),
-        tp_plan=config.get("plan") and tp_plan(config["plan"]),
+        tp_plan=config.get("plan") and tp_plan(config),
         pipeline=None if config.get("no pipeline") else pipeline,
         **options,
     )
@@ -53,10 +66,12 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     return engine, loader
 
 
-def tp_plan(which: str) -> dict[str, Any]:
-    """`which`: "all", or what is left whole."""
+def tp_plan(config: dict[str, Any]) -> dict[str, Any]:
+    """`config["plan"]`: "all", or what is left whole."""
     made = plan()
-    made.pop(which, None)
+    made.pop(config["plan"], None)
+    if config.get("experts"):
+        made["head.module"] = made.pop("head")
     return made
 
 
@@ -78,5 +93,7 @@ def train(config: dict[str, Any]) -> None:
             losses.append(float(engine.train_batch(batches)))
             if config.get("drifts after") == elastic.get_context().step:
                 drift(engine, config)
-    evaluated = engine.eval_batch(iter([content(range(2)), content(range(2, 4))]), num_micro_batches=2)
+    count = 2 + (elastic.get_context().coordinates["dp"] if config.get("evaluates unevenly") else 0)
+    contents = [content(range(2 * number, 2 * number + 2)) for number in range(count)]
+    evaluated = engine.eval_batch(iter(contents), num_micro_batches=count)
     cells.told(losses=losses, evaluated=float(evaluated))

@@ -14,7 +14,7 @@ EXPERTS, CHOSEN, FFN = 4, 2, 6
 AUTOEP: dict[str, Any] = {"enabled": True, "preset_model": "mixtral", "use_grouped_mm": False}
 # Of Adam: above the rounding of gradients by which it divides where a token in a thousand chooses an expert.
 EPS = 1e-5
-_BALANCE = 0.05
+BALANCE = 0.05
 
 
 class Experts(nn.Module):
@@ -59,9 +59,16 @@ class MixtureOfExperts(nn.Module):
         return answer
 
 
+def unevenness(logits: torch.Tensor) -> torch.Tensor:
+    """Of one layer: the product of what each expert was given and what each was chosen for (Fedus et al. 2021, equation
+    4)."""
+    scores = logits.flatten(0, -2).softmax(-1)
+    chosen = nn.functional.one_hot(scores.topk(CHOSEN).indices, EXPERTS).float().mean((0, 1))
+    return EXPERTS * (scores.mean(0) * chosen).sum()
+
+
 class Balance:
-    """The auxiliary loss that spreads tokens over experts: the product of what each was given and what each was chosen
-    for, of every layer (Fedus et al. 2021, equation 4)."""
+    """The auxiliary loss that spreads tokens over experts, of every layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._logits: list[torch.Tensor] = []
@@ -76,9 +83,7 @@ class Balance:
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Of the forward pass that has given these logits, balance included."""
-        scores = [logits.softmax(-1) for logits in self._logits]
+        found = [unevenness(each) for each in self._logits]
         self._logits.clear()
-        assert scores
-        chosen = [nn.functional.one_hot(each.topk(CHOSEN).indices, EXPERTS).float().mean((0, 1)) for each in scores]
-        uneven = sum((each.mean(0) * share).sum() for each, share in zip(scores, chosen, strict=True))
-        return loss_of(logits, labels) + _BALANCE * EXPERTS * uneven
+        assert found
+        return loss_of(logits, labels) + BALANCE * sum(found)

@@ -29,11 +29,14 @@ from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
 from elastic.engines.fsdp2.meshes import EXPERTS as EXPERTS_AXIS
 from elastic.engines.fsdp2.meshes import SAME_EXPERTS, Meshes, forget_meshes
+from elastic.engines.fsdp2.pipeline.layers import read_layers
+from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.fsdp2.tensor_parallel import read_plan
 from elastic.engines.live_state import MASTER
 from elastic.engines.model.expert_layers import NoDraws, expert_layers, require_shareable
+from elastic.engines.model.pipeline import Pipeline
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = vars(Options())
@@ -105,21 +108,33 @@ def world() -> Iterator[Any]:
 
 
 PLAN = {"embed": RowwiseParallel(input_layouts=Replicate())}
+PIPELINE = Pipeline(nn.functional.mse_loss, layers=["embed", "layers.*"])
+# Of a name, by the number of stages: which of them has it. With three the first one has no experts.
+STAGES: dict[int, Callable[[str], int]] = {
+    1: lambda name: 0,
+    2: lambda name: int(name.startswith("layers.1")),
+    3: lambda name: 0 if name == "embed.weight" else 1 + int(name.split(".")[1]),
+}
 
 
-def sharded(model: nn.Module, ep: int, tp: int = 1, sp: int = 1) -> Meshes:
+def sharded(model: nn.Module, ep: int, tp: int = 1, sp: int = 1, pp: int = 1) -> Meshes:
     """Over the world that has begun, in which experts are shared by `ep` or by none."""
-    mesh, rank = Mesh.of(dist.get_world_size(), sp, tp, ep), dist.get_rank()
+    mesh, rank = Mesh.of(dist.get_world_size(), sp, tp, ep, pp), dist.get_rank()
     cell = dist.new_group(list(mesh.along("tp", rank)), use_local_synchronization=True) if tp > 1 else None
-    layers = require_shareable(model, (ep, 1), (tp,))
-    return shard_model(model, OPTIONS, CPU, plan=tuple(PLAN.items()), cell=cell, grid=mesh, layers=layers)
+    layers, plan = require_shareable(model, (ep, 1), (tp,)), tuple(PLAN.items())
+    if pp > 1:
+        options = {**OPTIONS, "pipeline_stages_per_rank": 1}
+        names = read_layers(PIPELINE, model)
+        return shard_stage(model, PIPELINE, names, options, CPU, True, mesh, plan, cell, layers)[0]
+    return shard_model(model, OPTIONS, CPU, plan=plan, cell=cell, grid=mesh, layers=layers)
 
 
-def own_rows(name: str, rows: int, rank: int, size: int, mesh: tuple[int, int, int]) -> tuple[range, int]:
+def own_rows(name: str, rows: int, rank: int, size: int, mesh: tuple[int, int, int, int]) -> tuple[range, int]:
     """By this test's own rule: the first row of a lane, and of those that it has this rank's. Blocks of rows, of a
-    rank's experts over the ranks with the same ones."""
-    ep, tp, sp = mesh
-    lane, place, ranks = rank % tp, rank // tp, size // tp
+    rank's experts over the ranks of its stage with the same ones."""
+    ep, tp, sp, pp = mesh
+    lane, ranks = rank % tp, size // (tp * pp)
+    place = place_of(rank, tp, sp, pp)
     begin, first = 0, 0
     if tp > 1 and (".experts." in name or name.startswith("embed")):
         rows //= tp
@@ -132,18 +147,27 @@ def own_rows(name: str, rows: int, rank: int, size: int, mesh: tuple[int, int, i
     return range(begin + min(rows, place * block), begin + min(rows, (place + 1) * block)), first
 
 
+def place_of(rank: int, tp: int, sp: int, pp: int) -> int:
+    """Among the ranks with the same slices of the same layers."""
+    return rank // (tp * sp * pp) * sp + rank // tp % sp
+
+
 @pytest.mark.parametrize(
-    ("rank", "size", "ep", "tp", "sp"),
+    ("rank", "size", "ep", "tp", "sp", "pp"),
     [
-        *((0, 2, 2, 1, 1), (1, 2, 2, 1, 1), (3, 4, 2, 1, 1), (2, 4, 4, 1, 1), (5, 6, 2, 1, 1), (7, 12, 4, 1, 1)),
-        *((15, 16, 8, 1, 1), (0, 1024, 8, 1, 1), (517, 1024, 4, 1, 1), (9, 1024, 8, 1, 1), (1023, 1024, 2, 1, 1)),
-        *((6, 1000, 8, 1, 1), (1, 2, 1, 2, 1), (1, 4, 2, 2, 1), (2, 4, 2, 2, 1), (11, 16, 2, 4, 1), (29, 32, 4, 2, 1)),
-        *((2, 4, 2, 1, 2), (7, 12, 2, 1, 3), (13, 16, 2, 2, 2), (6, 8, 1, 2, 2), (517, 1024, 2, 4, 1)),
-        *((1023, 1024, 4, 2, 1), (700, 1024, 2, 2, 4), (519, 1024, 8, 1, 16), (37, 1000, 4, 2, 1)),
+        *((0, 2, 2, 1, 1, 1), (1, 2, 2, 1, 1, 1), (3, 4, 2, 1, 1, 1), (2, 4, 4, 1, 1, 1), (5, 6, 2, 1, 1, 1)),
+        *((7, 12, 4, 1, 1, 1), (15, 16, 8, 1, 1, 1), (0, 1024, 8, 1, 1, 1), (517, 1024, 4, 1, 1, 1)),
+        *((9, 1024, 8, 1, 1, 1), (1023, 1024, 2, 1, 1, 1), (6, 1000, 8, 1, 1, 1), (1, 2, 1, 2, 1, 1)),
+        *((1, 4, 2, 2, 1, 1), (2, 4, 2, 2, 1, 1), (11, 16, 2, 4, 1, 1), (29, 32, 4, 2, 1, 1), (2, 4, 2, 1, 2, 1)),
+        *((7, 12, 2, 1, 3, 1), (13, 16, 2, 2, 2, 1), (6, 8, 1, 2, 2, 1), (517, 1024, 2, 4, 1, 1)),
+        *((1023, 1024, 4, 2, 1, 1), (700, 1024, 2, 2, 4, 1), (519, 1024, 8, 1, 16, 1), (37, 1000, 4, 2, 1, 1)),
+        *((0, 4, 2, 1, 1, 2), (3, 4, 2, 1, 1, 2), (1, 4, 1, 2, 1, 2), (4, 6, 2, 1, 1, 3), (6, 8, 2, 2, 1, 2)),
+        *((3, 8, 2, 1, 2, 2), (22, 24, 4, 1, 1, 3), (29, 32, 2, 2, 2, 2), (517, 1024, 4, 1, 1, 2)),
+        *((1023, 1024, 4, 2, 1, 2), (700, 1024, 2, 2, 4, 2), (601, 1008, 4, 2, 1, 3), (46, 1000, 2, 1, 1, 2)),
     ],
 )
 def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
-    world: Any, rank: int, size: int, ep: int, tp: int, sp: int
+    world: Any, rank: int, size: int, ep: int, tp: int, sp: int, pp: int
 ) -> None:
     world(rank, size)
     model = Model()
@@ -153,21 +177,22 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     before = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
-    meshes = sharded(model, ep, tp, sp)
+    meshes = sharded(model, ep, tp, sp, pp)
     assert all(meshes.holds(parameter) for parameter in model.parameters())
     repoint(optimizer, before, dict(model.named_parameters()))
     state = Fsdp2State(model, optimizer, None, meshes)
 
+    whole = {name: value for name, value in whole.items() if STAGES[pp](name) == rank // (sp * tp) % pp}
     cut = {name for name in whole if tp > 1 and (".experts." in name or name.startswith("embed"))}
     assert {spec.name: spec.shape for spec in state.specs()} == {
         name: (len(w) // (tp if name in cut else 1), *w.shape[1:]) for name, w in whole.items()
     }
-    assert (state.rank, state.world_size, state.copies) == (rank // tp, size // tp, None)
+    assert (state.rank, state.world_size, state.copies) == (place_of(rank, tp, sp, pp), size // (tp * pp), None)
     assert (state.cuts or {}) == {name: Cut.evenly(0, whole[name].shape, tp) for name in cut}
     found = {master.names[0]: (master.tensor, master.chunks) for master in state.masters()}
     found |= {extra.chunk.name: (extra.tensor, (extra.chunk,)) for extra in state.frozen()}
     for name, value in whole.items():
-        rows, first = own_rows(name, value.shape[0], rank, size, (ep, tp, sp))
+        rows, first = own_rows(name, value.shape[0], rank, size, (ep, tp, sp, pp))
         tensor, chunks = found.get(name, (value[:0], ()))
         assert torch.equal(tensor, value[first + rows.start : first + rows.stop]), name
         width = value[0].numel()
@@ -185,9 +210,13 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
 
 
 @pytest.mark.parametrize(
-    ("size", "ep", "tp", "sp"), [(4, 2, 1, 1), (6, 2, 1, 1), (8, 8, 1, 1), (12, 4, 1, 1), (8, 2, 2, 1), (16, 2, 2, 2)]
+    ("size", "ep", "tp", "sp", "pp"),
+    [
+        *((4, 2, 1, 1, 1), (6, 2, 1, 1, 1), (8, 8, 1, 1, 1), (12, 4, 1, 1, 1), (8, 2, 2, 1, 1), (16, 2, 2, 2, 1)),
+        *((4, 2, 1, 1, 2), (12, 2, 1, 1, 3), (8, 2, 2, 1, 2), (16, 2, 2, 2, 2), (4, 1, 2, 1, 2)),
+    ],
 )
-def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: int, tp: int, sp: int) -> None:
+def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: int, tp: int, sp: int, pp: int) -> None:
     """What each lane has whole as often as there are lanes."""
     counts: dict[str, torch.Tensor] = {}
     for rank in range(size):
@@ -195,13 +224,14 @@ def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: in
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = {id(parameter): name for name, parameter in model.named_parameters()}
-        meshes = sharded(model, ep, tp, sp)
+        numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        meshes = sharded(model, ep, tp, sp, pp)
         repoint(optimizer, before, dict(model.named_parameters()))
         state = Fsdp2State(model, optimizer, None, meshes)
         found = [chunk for master in state.masters() for chunk in master.chunks]
         found += [extra.chunk for extra in state.frozen()]
         for chunk in found:
-            numel = model.get_parameter(chunk.name).numel()
+            numel = numels[chunk.name]
             count = counts.setdefault(chunk.name, torch.zeros(numel))
             first = numel // tp * (rank % tp) if chunk.name in (state.cuts or {}) else 0
             count[first + chunk.start : first + chunk.stop] += 1

@@ -97,12 +97,6 @@ def _refuse_schedule(options: Options) -> None:
         )
 
 
-def refuse_mesh(ep: int, pp: int = 1, sp: int = 1, tp: int = 1) -> None:
-    """Raises UsageError where ranks are to share experts and have other layers."""
-    if ep > 1 and pp > 1:
-        raise UsageError(f"{described(sp, tp, ep, pp)}: ep and pp are not supported together; give one of them")
-
-
 def refuse_copies(options: Options, tp: int, pp: int, ep: int = 1) -> None:
     """Raises UsageError for copies of shards of other than several whole cells, or where ranks share experts or have
     other layers."""
@@ -123,7 +117,6 @@ def check(
 ) -> None:
     """Batch sizes that are missing may still be given in the user's function, and how layers are cut where `tp` ranks
     share each, or `pp` all of them. Raises UsageError."""
-    refuse_mesh(ep, pp, tp=tp)
     options = read_options(config)
     refuse_copies(options, tp, pp, ep)
     if None not in (batch.micro_batch or options.micro_batch, batch.global_batch or options.global_batch):

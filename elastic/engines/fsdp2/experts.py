@@ -29,8 +29,9 @@ from elastic.engines.model.expert_layers import ROUTED, NoDraws, form_of
 
 def share(layers: Mapping[str, Any], meshes: Meshes) -> None:
     """In place: each layer's parameters become DTensors cut by experts, by `tp` and then by `ep`, with the values that
-    this rank has (all ranks have the same), and its calls travel."""
-    assert meshes.experts is not None
+    this rank has (all ranks have the same), and its calls travel. Nothing where every rank has all experts."""
+    if meshes.experts is None:
+        return
     mesh = meshes.experts[EXPERTS] if meshes.tp is None else meshes.experts["tp", EXPERTS]
     place = 0
     for axis in range(mesh.ndim):

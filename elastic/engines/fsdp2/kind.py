@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.belongings import Belongings
-from elastic.engines.fsdp2.config import read_options, refuse_copies, refuse_mesh, resolve
+from elastic.engines.fsdp2.config import read_options, refuse_copies, resolve
 from elastic.engines.fsdp2.meshes import forget_meshes
 from elastic.engines.fsdp2.pipeline.adapter import PipelineAdapter, PipelineEngine
 from elastic.engines.fsdp2.pipeline.layers import read_layers
@@ -75,7 +75,6 @@ class Fsdp2:
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
-        refuse_mesh(spec.ep, spec.pp, spec.sp, spec.tp)
         options = read_options(chosen)
         for size in (spec.tp, *spec.tp_sizes):
             refuse_copies(options, size, spec.pp, max((spec.ep, *spec.ep_sizes)))
@@ -101,7 +100,7 @@ class Fsdp2:
         if max(sizes) > 1 or objects.tp_plan is not None:
             plan = read_plan(objects.tp_plan, model, *sizes, experts=layers)
         if objects.pipeline is not None:
-            return _pipeline(resolved, nonfinite, device, objects, plan, layer_group)
+            return _pipeline(resolved, nonfinite, device, objects, plan, layer_group, layers)
         given = isinstance(model, FSDPModule)
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
         meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, mesh, layers)
@@ -127,12 +126,13 @@ def _pipeline(
     objects: UserObjects,
     plan: Plan | None,
     layer_group: dist.ProcessGroup | None,
+    experts: Mapping[str, Any],
 ) -> tuple[Fsdp2Adapter, Any, Any]:
     model, lr_scheduler, pipeline = objects.model, objects.lr_scheduler, objects.pipeline
     names, options = read_layers(pipeline, model), resolved.native
     before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
     meshes, found = shard_stage(
-        model, pipeline, names, options, device, resolved.begins, options[_MESH], plan, layer_group
+        model, pipeline, names, options, device, resolved.begins, options[_MESH], plan, layer_group, experts
     )
     require_even(model, resolved.tp_sizes)
     base = _optimizer(objects, resolved, before, dict(named_parameters(model)))

@@ -35,9 +35,9 @@ class Meshes:
     """`dp`: the ranks with the same slices and layers as this one. `tp`: those that share each layer with it; None
     where none do. `pp`: those of its pipeline, in the order of the stages; None where the model is no pipeline.
     `hybrid`: the ranks of `dp` as groups (axis 1) that have the model once each, by copies of the same shard (axis 0);
-    None where all of them have it once together. `experts`: all ranks as groups of which each has the experts once (the
-    axis `ep`, before it `tp` where ranks share layers, too), by ranks with the same ones (axis 0); None where every
-    rank has all. `exchange`: the group of them that this rank is in."""
+    None where all of them have it once together. `experts`: the ranks of a stage as groups of which each has its
+    experts once (the axis `ep`, before it `tp` where ranks share layers, too), by ranks with the same ones (axis 0);
+    None where every rank has all. `exchange`: the group of them that this rank is in."""
 
     dp: DeviceMesh
     tp: DeviceMesh | None = None
@@ -91,14 +91,14 @@ def make_meshes(
     """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do.
     `stages`: the ranks as a grid, of whom some share the layers; None: the model is no pipeline. `shard_workers`: so
     many neighbouring ranks, whole cells, have the model once, where the world is several times as many, not with
-    stages; `experts`: the ranks as a grid, of whom some share the experts; None: none do. Not with stages or copies.
-    Collective where ranks share or have copies.
+    stages. `experts`: the ranks as a grid, of whom some share the experts of their stage, here or in other generations,
+    not with copies; None: none do. Collective where ranks share or have copies.
     """
     world = dist.group.WORLD
     assert world is not None, "the generation has no process group"
     forget_meshes()
     if stages is not None:
-        return _of_stages(device, cell, stages)
+        return _with_experts(device, _of_stages(device, cell, stages), cell, experts)
     tp = 1 if cell is None else cell.size()
     own, ranks, cells = world, torch.arange(dist.get_world_size()), [] if cell is None else [cell]
     if cell is not None:
@@ -109,14 +109,15 @@ def make_meshes(
         whole = _whole(device, [*_copies(ranks, shard_workers, tp), *cells], ranks.view(-1, shard_workers // tp, tp))
         return Meshes(dp, None if cell is None else whole["tp"], hybrid=whole[COPIES, SHARD])
     whole = _whole(device, [own, *cells], ranks.view(-1, tp))
-    found = Meshes(whole["dp"], None if cell is None else whole["tp"])
-    return found if experts is None else _of_experts(device, found, cell, experts)
+    return _with_experts(device, Meshes(whole["dp"], None if cell is None else whole["tp"]), cell, experts)
 
 
-def _of_experts(device: torch.device, meshes: Meshes, cell: dist.ProcessGroup | None, mesh: Mesh) -> Meshes:
-    """A layer's experts are cut over the ranks that share layers, and each part over `ep` data coordinates: a rank's
-    slices are those of its lane whatever `ep`."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, mesh.ep, mesh.sp, mesh.tp)
+def _with_experts(device: torch.device, meshes: Meshes, cell: dist.ProcessGroup | None, mesh: Mesh | None) -> Meshes:
+    """A layer's experts are cut over the ranks that share layers, with `ep` 1, too, and each part over `ep` data
+    coordinates of their stage: a rank's slices are those of its lane whatever `ep`."""
+    if mesh is None or max(mesh.ep, mesh.tp) == 1:
+        return meshes
+    ranks = _of_own_stage(mesh).view(-1, mesh.ep, mesh.sp, mesh.tp)
     group, expert, part, slice_ = (int(where) for where in (ranks == dist.get_rank()).nonzero()[0])
     same = dist.new_group(ranks[:, expert, :, slice_].flatten().tolist(), use_local_synchronization=True)
     row = dist.new_group(ranks[group, :, part, slice_].tolist(), use_local_synchronization=True)
@@ -148,14 +149,19 @@ def _copies(ranks: torch.Tensor, workers: int, tp: int) -> tuple[dist.ProcessGro
 
 def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, mesh: Mesh) -> Meshes:
     rank = dist.get_rank()
-    of_stage = torch.tensor([other for other in range(dist.get_world_size()) if mesh.stage(other) == mesh.stage(rank)])
-    ranks = of_stage.view(-1, mesh.tp)
+    ranks = _of_own_stage(mesh).view(-1, mesh.tp)
     own = dist.new_group(ranks[:, mesh.tensor(rank)].tolist(), use_local_synchronization=True)
     pipeline = dist.new_group(list(mesh.along("pp", rank)), use_local_synchronization=True)
     if cell is None:
         return Meshes(DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",)), pp=pipeline)
     whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
     return Meshes(whole["dp"], whole["tp"], pipeline)
+
+
+def _of_own_stage(mesh: Mesh) -> torch.Tensor:
+    """The ranks with the same layers as this one."""
+    stage = mesh.stage(dist.get_rank())
+    return torch.tensor([rank for rank in range(dist.get_world_size()) if mesh.stage(rank) == stage])
 
 
 def is_over_cell(parameter: torch.Tensor) -> bool:

@@ -59,16 +59,13 @@ def shard_model(
     if not again:
         prepare(model, None if options["cpu_offload"] else device)
     broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
-    # Where layers are shared experts are cut, too, so that a lane's slices are the same with every `ep`.
-    shared = grid if layers and grid is not None and max(grid.ep, grid.tp) > 1 else None
-    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"], experts=shared)
+    layers = layers or {}
+    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"], experts=grid if layers else None)
     if meshes.tp is not None:
         assert plan is not None
         apply(plan, model, meshes.tp)
-    if meshes.experts is not None:
-        assert layers is not None
-        share(layers, meshes)
-    shard_units(model, options, meshes.sharded, device, list((layers or {}).values()), meshes.experts)
+    share(layers, meshes)
+    shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
     if again:
         adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
     return meshes

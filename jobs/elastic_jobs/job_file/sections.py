@@ -89,13 +89,10 @@ class MeshSpec(BaseModel):
         return data
 
     @model_validator(mode="after")
-    def _one_axis(self) -> MeshSpec:
+    def _sizes_ascend(self) -> MeshSpec:
         for axis, sizes in self.changing.items():
             if not sizes or sorted(set(sizes)) != sizes:
                 raise ValueError(f"{axis}: the sizes, each once, the smallest first, not {sizes}")
-        mesh = self.settings()
-        if min(mesh.ep, mesh.pp) > 1:
-            raise ValueError("ep and pp are not supported together; give one of them")
         return self
 
     @property

@@ -68,9 +68,19 @@ def test_ranks_that_share_the_layers_of_a_stage_are_the_nearest_neighbours() -> 
     assert MeshSettings(tp=2, pp=3, choices={"pp": (1, 3)}).cells == (2, 6)
 
 
+def test_ranks_that_share_the_experts_of_a_stage_are_of_neighbouring_pipelines() -> None:
+    mesh, settings = Mesh.of(12, ep=2, pp=3), MeshSettings(ep=2, pp=3, choices={"ep": (1, 2), "pp": (2, 3)})
+    assert mesh.axes == {"dp": 4, "sp": 1, "tp": 1, "ep": 2, "pp": 3}
+    assert [rank for rank in range(12) if mesh.stage(rank) == 1] == [1, 4, 7, 10], "these have the same layers"
+    assert [mesh.expert(rank) for rank in (1, 4, 7, 10)] == [0, 1, 0, 1]
+    assert (settings.cells, settings.readers, str(settings)) == ((2, 3, 4, 6), 3, "mesh: {ep: [1, 2], pp: [2, 3]}")
+    with pytest.raises(UsageError, match=r"9 ranks are not whole cells of 6 \(mesh: {ep: 2, pp: 3}\)"):
+        Mesh.of(9, ep=2, pp=3)
+
+
 @pytest.mark.parametrize(("sp", "tp", "pp"), [(1, 1, 1), (3, 1, 1), (1, 3, 1), (2, 3, 1), (2, 1, 3), (2, 3, 2)])
 def test_coordinates_and_ranks_are_one_to_one(sp: int, tp: int, pp: int) -> None:
-    mesh = Mesh.of(24, sp, tp, pp=pp)
+    mesh = Mesh.of(24, sp, tp, ep=24 // (sp * tp * pp), pp=pp)
     assert mesh.per_cell == sp * tp * pp
     for rank in range(24):
         at = mesh.coordinates(rank)

@@ -173,6 +173,7 @@ class PipelineAdapter(Fsdp2Adapter):
     def _evaluate(self, contents: Iterator[Any], count: int) -> torch.Tensor:
         module, training = self.module, self.module.training
         passes = [Pass(_given(next(contents)), self.device) for _ in range(count)]
+        self._require_as_many(count)
         total, sent = torch.zeros((), dtype=torch.float64, device=self.device), []
         outputs: Any = None
         for stage in self._stages:
@@ -198,6 +199,20 @@ class PipelineAdapter(Fsdp2Adapter):
         finally:
             module.train(training)
         return self._over_all(total)
+
+    def _require_as_many(self, passes: int) -> None:
+        """Ranks that share experts meet in each pass, and a step has as many on all of them. Raises UsageError on all
+        ranks where an evaluation has not."""
+        if self._meshes.experts is None:
+            return
+        found = torch.tensor([passes, -passes], device=self.device)
+        self._all_reduce(found, dist.ReduceOp.MAX, group=dist.group.WORLD)
+        most, least = found.mul(torch.tensor([1, -1], device=self.device)).tolist()
+        if most != least:
+            raise UsageError(
+                f"engine.eval_batch was called with {least} micro-batches on some ranks and with {most} on others; "
+                "ranks that share experts (mesh.ep) compute equally many"
+            )
 
 
 def _rounded(cut: Cut, options: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2.config import BACK
+from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
 from elastic.engines.fsdp2.pipeline.layers import Cut, cut, prune
 from elastic.engines.fsdp2.pipeline.tied import require_alike
@@ -30,10 +31,13 @@ def shard_stage(
     mesh: Mesh,
     plan: Plan | None = None,
     cell: dist.ProcessGroup | None = None,
+    experts: Mapping[str, torch.nn.Module] | None = None,
 ) -> tuple[Meshes, Cut]:
     """In place: what is left of the model are the layers of this rank's stages in `mesh`, cut as `plan` says over the
-    ranks of `cell`, with DTensors over the ranks that have the same. Collective: all ranks begin with rank 0's buffers,
-    and where the run `begins` with its parameters; so initial weights do not depend on where stages are cut.
+    ranks of `cell`, with DTensors over the ranks that have the same. `experts`: the layers of the whole model whose
+    experts the ranks of a stage share, as `mesh` has them, here or in other generations. Collective: all ranks begin
+    with rank 0's buffers, and where the run `begins` with its parameters; so initial weights do not depend on where
+    stages are cut.
 
     Raises UsageError for a model that cannot be cut or sharded, by name.
     """
@@ -49,13 +53,17 @@ def shard_stage(
     prune(model, found)
     if not options["cpu_offload"]:
         model.to(device)
-    meshes = make_meshes(device, cell, mesh)
+    own = set(model.modules())
+    layers = {name: layer for name, layer in (experts or {}).items() if layer in own}
+    meshes = make_meshes(device, cell, mesh, experts=mesh if experts else None)
     if meshes.tp is not None:
         assert plan is not None
         assert meshes.pp is not None
         apply(plan, model, meshes.tp, stage=True)
         require_alike(model, found, meshes.pp, device)
-    shard_units(model, {**options, "shard": _present(model, options["shard"])}, meshes.dp, device)
+    share(layers, meshes)
+    options = {**options, "shard": _present(model, options["shard"])}
+    shard_units(model, options, meshes.dp, device, list(layers.values()), meshes.experts)
     return meshes, found
 
 

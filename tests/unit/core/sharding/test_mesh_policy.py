@@ -110,6 +110,16 @@ def test_stages_change_beside_workers_that_share_each_layer() -> None:
     assert chosen(MeshFacts(both, 1, passes=12, present={"tp": 2, "pp": 2})) == (1, {"tp": 1, "pp": 1})
 
 
+def test_stages_change_beside_workers_that_share_experts() -> None:
+    both = MeshSettings(ep=2, pp=2, choices={"ep": (1, 2), "pp": (1, 2)})
+    assert chosen(MeshFacts(both, 4, passes=8)) == (4, {"ep": 2, "pp": 1}), "the fastest with the most memory"
+    assert chosen(MeshFacts(both, 3, passes=8)) == (3, {"ep": 1, "pp": 1})
+    full = [TriedMesh(4, {"ep": 2, "pp": 1})]
+    assert chosen(MeshFacts(both, 4, passes=8, tried=full)) == (4, {"ep": 2, "pp": 2})
+    assert refusals(MeshFacts(both, 4, tried=full)).keys() == {"ep 1, pp 1", "ep 2, pp 1"}
+    assert chosen(MeshFacts(both, 3, passes=8, tried=full)) == (2, {"ep": 1, "pp": 2})
+
+
 @pytest.mark.parametrize(
     ("size", "passes", "shape", "step"),
     [(4, 8, MeshSettings(), 2.0), (3, 8, MeshSettings(), 3.0), (4, 8, MeshSettings(tp=2), 2.0),
@@ -137,6 +147,9 @@ def test_a_step_takes_the_passes_of_the_group_with_most(
         MeshSettings(ep=2, tp=2),
         MeshSettings(ep=2, sp=2),
         MeshSettings(ep=2, sp=2, tp=2),
+        MeshSettings(ep=2, pp=2),
+        MeshSettings(ep=2, sp=2, pp=2),
+        MeshSettings(ep=2, tp=2, pp=2),
     ],
 )
 def test_parts_cover_the_state_once(shape: MeshSettings) -> None:

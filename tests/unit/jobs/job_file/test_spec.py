@@ -211,7 +211,12 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("mesh: {sp: 2, pp: 2}\n", "sp and pp are supported together with engine: fsdp2; give one of them"),
         ("mesh: {cp: 2, tp: 2}\n", "line 3: cp (context parallelism, ring attention) is not supported: torch"),
         ("mesh: {sp: 2, ep: 2}\n", "sp and ep are supported together with engine: fsdp2; give one of them"),
-        ("engine: fsdp2\nmesh: {ep: 2, pp: 2}\n", "ep and pp are not supported together; give one of them"),
+        ("mesh: {ep: 2, pp: 2}\n", "ep and pp are supported together with engine: fsdp2; give one of them"),
+        ("engine: fsdp2\nmesh: {ep: 2, pp: 4}\n", "has no multiple of 8 (mesh: {ep: 2, pp: 4})"),
+        (
+            "engine: fsdp2\nmesh: {ep: [1, 2], pp: [1, 2]}\n",
+            "mesh.pp may change: give the job's global_batch and micro_batch",
+        ),
         (
             "gradient_noise: {every_steps: 1}\nmesh: {tp: 2}\n",
             "with mesh: {tp: 2} a rank's gradient is that of its slices of the layers only",
