@@ -135,6 +135,20 @@ def blocks_in_reverse() -> AbstractContextManager[None]:
     return _chunk(wrong)
 
 
+def rows_of_the_next_experts() -> AbstractContextManager[None]:
+    """As if a rank had the experts of another one that shares them."""
+    from elastic.engines.fsdp2.meshes import EXPERTS, is_experts, slice_shape
+
+    def wrong(state: Any, name: str, original: Callable[..., Any]) -> Any:
+        chunk, parameter = original(state, name), state._parameters[name]
+        if not is_experts(parameter):
+            return chunk
+        numel = _numel(slice_shape(parameter))
+        return chunk._replace(start=(chunk.start + numel // parameter.device_mesh[EXPERTS].size()) % numel)
+
+    return _chunk(wrong)
+
+
 def padding_counted() -> AbstractContextManager[None]:
     """The last block of a parameter as long as the others."""
 
@@ -173,6 +187,7 @@ BUGS: Mapping[str, Bug] = {
     "elements one further": elements_one_further,
     "moments of another kind": moments_of_another_kind,
     "blocks in reverse": blocks_in_reverse,
+    "rows of the next experts": rows_of_the_next_experts,
     "padding counted": padding_counted,
     "layers counted within the stage": layers_counted_within_the_stage,
 }

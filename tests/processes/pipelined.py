@@ -54,6 +54,8 @@ class Loss:
             crew.point("there")
             if context.rank in self._config["victims"]:
                 crew.stay()
+        if self._config.get("bad step") == context.step and context.coordinates["dp"] == context.mesh["dp"] - 1:
+            logits = logits * float("inf")
         # Of the last layer's random stream, after its dropout.
         crew.told.setdefault("draws", []).append(float(torch.rand(())))
         found = sequence_model.loss_of if self._config.get("sequences") else loss_of

@@ -15,11 +15,12 @@ from cells import AT, LAST_STEP, WHOLE, Part, Run, assert_every_sample_once, of_
 from crew import Crew
 from expert_model import EPS
 from test_fsdp2_experts import ALLOWED, EXACT
-from test_fsdp2_pipeline import CLIPPING, LOOPED, later
-from test_oracle import _assert_ended, _distance
+from test_fsdp2_pipeline import CLIPPING, LOOPED, STOP, later
+from test_oracle import _assert_ended, _distance, damage_newest
 
 import elastic
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.settings import AnomalySettings
 from elastic.engines.fsdp2.config import WEIGHTS_LATER
 
 pytestmark = pytest.mark.processes
@@ -39,6 +40,7 @@ CHANGES: Sequence[Part] = (
 
 
 def through(crew: Crew, url: Path, config: dict[str, Any], parts: Sequence[Part], **spec: Any) -> Run:
+    spec = {"anomalies": STOP, **spec}
     generations = cells.through(crew, url, "staged.train", config, parts, **SIZES, **spec)
     return Run(url, generations, {**spec, **(parts[-1][2] if len(parts[-1]) == 3 else {})}.get("tp", 1))
 
@@ -145,7 +147,7 @@ def test_ranks_that_wait_in_an_exchange_with_a_dead_one_are_released(
     """Rank 3, of the last stage, is killed in its first micro-batch: rank 1 waits for its rows, rank 2 for a gradient
     of it, and rank 0 for rank 1, while it shares no group with rank 3 but the world's."""
     config = {**CONFIG, **way, "url": str(tmp_path / "moved")}
-    more: dict[str, Any] = {**of_run(config), **SIZES, "checkpoint_every_steps": 1}
+    more: dict[str, Any] = {**of_run(config), **SIZES, "checkpoint_every_steps": 1, "anomalies": STOP}
     crew.begin([0, 1, 2, 3], "staged.train", {**config, "victims": [3], "at": AT}, **BOTH, **more)
     crew.reached(3, "there")
     crew.reached(0, f"committed step {AT}")
@@ -168,6 +170,27 @@ def test_ranks_that_wait_in_an_exchange_with_a_dead_one_are_released(
     one = through(crew, tmp_path / "one", {**CONFIG, **way}, WHOLE)
     assert _distance(one.after(AT), moved.losses) <= ALLOWED
     assert _distance(one.state(), moved.state()) <= EXACT
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_in_one_pipeline_is_skipped_by_all(crew: Crew, tmp_path: Path) -> None:
+    """Gradients that are not finite travel to the other pipeline's experts."""
+    config, skip = {**CONFIG, "bad step": 3}, AnomalySettings(policy="skip")
+    one = through(crew, tmp_path / "one", config, WHOLE, anomalies=skip)
+    moved = through(crew, tmp_path / "moved", config, CHANGES[:1] + CHANGES[-1:], anomalies=skip)
+    assert _distance(one.state(), moved.state()) <= EXACT
+    assert _distance(one.after(4), moved.after(4)) <= ALLOWED
+    assert {r.step for outcome in moved.outcomes for r in outcome.reports if r.skipped} == {4}
+
+
+@pytest.mark.slow
+def test_what_is_damaged_in_one_stage_is_restored_on_no_rank(crew: Crew, tmp_path: Path) -> None:
+    through(crew, tmp_path, CONFIG, [(range(4), 3)], **BOTH)
+    newest = damage_newest(tmp_path)
+    config = {**CONFIG, "url": str(tmp_path)}
+    outcomes = crew.run(range(4), "staged.train", config, checkpoint=newest, **BOTH, **SIZES, **of_run(config))
+    assert all("is not what was saved" in outcome.result.message for outcome in outcomes)
+    assert all(outcome.result.step == 3 for outcome in outcomes), "no step was made"
 
 
 def test_another_number_of_micro_batches_in_an_evaluation_is_refused_on_all_ranks(crew: Crew, tmp_path: Path) -> None:

@@ -35,6 +35,12 @@ CASES: Mapping[str, tuple[str, dict[str, Any], Mesh, Mesh]] = {
         ((2, 0, 1, 3), {}),
     ),
     "pp, fsdp2": (STAGED, {"engine": "fsdp2"}, ((0, 1, 2, 3), {"pp": 2}), ((2, 0, 3, 1), {"pp": 2})),
+    "ep and pp, fsdp2": (
+        STAGED,
+        {"engine": "fsdp2", "experts": True},
+        ((0, 1, 2, 3), {"ep": 2, "pp": 2}),
+        ((2, 0, 3, 1), {"ep": 2, "pp": 2}),
+    ),
 }
 
 
@@ -92,6 +98,8 @@ FOUND = [
     ("copies, fsdp2", "padding counted"),
     ("pp, fsdp2", "layers counted within the stage"),
     ("pp, fsdp2", "blocks in reverse"),
+    ("ep and pp, fsdp2", "rows of the next experts"),
+    ("ep and pp, fsdp2", "layers counted within the stage"),
 ]
 
 

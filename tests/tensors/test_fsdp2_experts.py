@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -177,7 +177,9 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     before = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    layers = expert_layers(model)
     meshes = sharded(model, ep, tp, sp, pp)
+    assert {name for name, layer in layers.items() if isinstance(layer, FSDPModule)} == expert_layers(model).keys()
     assert all(meshes.holds(parameter) for parameter in model.parameters())
     repoint(optimizer, before, dict(model.named_parameters()))
     state = Fsdp2State(model, optimizer, None, meshes)
