@@ -119,23 +119,37 @@ def eight() -> Iterator[Crew]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "mesh"),
+    ("way", "mesh", "pp"),
     [
-        pytest.param({}, {}, id="edp"),
-        pytest.param({"plan": "all", "tied": True}, {"tp": 2}, id="layers"),
-        pytest.param({"sequences": True}, {"sp": 2}, id="sequences"),
-        pytest.param({**LOOPED, "plan": "all"}, {"tp": 2}, id="interleaved-layers"),
+        # The experts of each stage twice, and all else over four ranks; then four stages.
+        pytest.param({}, {}, 4, id="edp"),
+        pytest.param({**LOOPED, "tied": True}, {}, 4, id="interleaved-edp"),
+        pytest.param({"plan": "all", "tied": True}, {"tp": 2}, 2, id="layers"),
+        pytest.param({"sequences": True}, {"sp": 2}, 2, id="sequences"),
+        pytest.param({**LOOPED, "plan": "all"}, {"tp": 2}, 2, id="interleaved-layers"),
     ],
 )
-def test_eight_ranks_equal_one(eight: Crew, tmp_path: Path, way: dict[str, Any], mesh: dict[str, int]) -> None:
-    """`edp`: the experts of each stage twice, and all else over four ranks."""
+def test_eight_ranks_equal_one(eight: Crew, tmp_path: Path, way: dict[str, Any], mesh: dict[str, int], pp: int) -> None:
     config = {**CONFIG, **way}
     one = through(eight, tmp_path / "one", config, WHOLE)
     parts: Sequence[Part] = (
         (range(8), 3, BOTH), ((5, 0, 6, 3), 5, STAGES), ((1, 7, 0, 2, 6, 5, 3, 4), 6, EXPERTS),
-        ((4, 3, 1, 7, 5, 2, 0, 6), None, BOTH),
+        ((4, 3, 1, 7, 5, 2, 0, 6), None, {**BOTH, "pp": pp}),
     )  # fmt: skip
     assert_equal(one, through(eight, tmp_path / "moved", config, parts, **mesh))
+
+
+@pytest.mark.slow
+def test_all_four_axes_at_once_equal_one_rank(tmp_path: Path) -> None:
+    """Sixteen ranks, two along each axis; eight, with all experts of their stage; sixteen in the other order."""
+    sixteen = Crew(16)
+    try:
+        config = {**CONFIG, "plan": "all", "tied": True, "sequences": True}
+        one = through(sixteen, tmp_path / "one", config, WHOLE)
+        parts: Sequence[Part] = ((range(16), 3, BOTH), (range(8, 0, -1), 5, STAGES), (range(15, -1, -1), None, BOTH))
+        assert_equal(one, through(sixteen, tmp_path / "moved", config, parts, tp=2, sp=2))
+    finally:
+        sixteen.close()
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import pytest
 import torch
 from cells import AT, BATCH, LAST_STEP, WHOLE, Run, assert_every_sample_once
 from crew import Crew
+from expert_model import BALANCE
 from layered_model import loss_of
 from pipeline_model import BLOCKS
 from pipelined import content
-from staged_model import Staged, trained
+from staged_model import Staged, StagedMixture, trained
 from test_oracle import _assert_ended, _distance, damage_newest
 
 import elastic
@@ -158,12 +159,14 @@ def test_what_stages_have_saved_is_exported_as_the_whole_model(crew: Crew, tmp_p
 
 
 @pytest.mark.slow
-def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
-    """What the oracle above is worth: losses and gradient norms."""
-    one = through(crew, tmp_path, {**FSDP2, "schedule": False, "tied": True}, WHOLE)
+@pytest.mark.parametrize("kind", [Staged, StagedMixture])
+def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path, kind: type[Staged]) -> None:
+    """What the oracles here and of experts in stages are worth: losses and gradient norms."""
+    config = {**FSDP2, "schedule": False, "tied": True, "experts": kind is StagedMixture}
+    one = through(crew, tmp_path, config, WHOLE)
     (outcome,) = one.outcomes
     assert outcome.told["length"] == 4, "the first epoch's steps"
-    model = Staged(tied=True)
+    model = kind(tied=True)
     model.load_state_dict(outcome.told["initial"], strict=False)
     optimizer, losses, norms = torch.optim.AdamW(trained(model), lr=0.02), [], []
     for begin in range(0, len(outcome.indices), 10):
@@ -172,7 +175,9 @@ def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
         losses.append(0.0)
         for first in range(0, len(step), 2):
             words, labels = content(step[first : first + 2])
-            loss = loss_of(model(words), labels) * len(step[first : first + 2]) / len(step)
+            logits, *uneven = model.called(words)
+            loss = loss_of(logits, labels) + BALANCE * sum(uneven)
+            loss = loss * len(step[first : first + 2]) / len(step)
             loss.backward()
             losses[-1] += float(loss.detach())
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained(model), CLIPPING)))

@@ -26,13 +26,13 @@ class Staged(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """The same in plain torch."""
-        x = self.places(self.embed(words))
-        for layer in self.layers:
-            x = layer(x)
-        answer: torch.Tensor = self.head(self.norm(x))
-        return answer
+    def called(self, words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What its layers give, one after another, in plain torch."""
+        given: Any = (words,)
+        for layer in (self.embed, self.places, *self.layers, self.norm, self.head):
+            answer = layer(*given)
+            given = answer if isinstance(answer, tuple) else (answer,)
+        return tuple(given)
 
 
 class Beside(nn.Module):

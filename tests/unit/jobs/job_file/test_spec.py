@@ -366,7 +366,7 @@ def test_a_slip_in_failures_is_named_with_and_without_a_gpu(gpu: str, tmp_path: 
 def test_workers_are_rounded_to_cells_of_two_axes(tmp_path: Path) -> None:
     text = GOOD.replace("max_workers: 4", "max_workers: 11") + "min_workers: 3\nglobal_batch: 8\nmicro_batch: 2\n"
     found = {}
-    for mesh in ("{sp: 2, tp: 2}", "{sp: 2, tp: [1, 2]}", "{sp: 2, tp: 2, pp: 2}"):
+    for mesh in ("{sp: 2, tp: 2}", "{sp: 2, tp: [1, 2]}", "{sp: 2, tp: 2, pp: 2}", "{ep: [1, 2], pp: [2, 3]}"):
         engine = "engine: fsdp2\n" if "pp" in mesh else ""
         settings = load(tmp_path, f"{text}{engine}mesh: {mesh}\n").settings("r", "./runs")
         found[mesh] = settings.scaling.min_workers, settings.scaling.max_workers, settings.mesh.cells
@@ -374,6 +374,7 @@ def test_workers_are_rounded_to_cells_of_two_axes(tmp_path: Path) -> None:
         "{sp: 2, tp: 2}": (4, 8, (4,)),
         "{sp: 2, tp: [1, 2]}": (4, 10, (2, 4)),
         "{sp: 2, tp: 2, pp: 2}": (8, 8, (8,)),
+        "{ep: [1, 2], pp: [2, 3]}": (3, 10, (2, 3, 4, 6)),
     }
 
 
