@@ -24,6 +24,8 @@ def model_of(config: dict[str, Any]) -> Staged:
     kind = StagedMixture if config.get("experts") else Staged
     model = kind(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
     model.to(getattr(torch, config.get("precision", "float32")))
+    if config.get("frozen"):
+        model.layers[2].mlp.experts.w2.requires_grad_(False)
     if config.get("sequences"):
         sharing_model.share(model)
     return model

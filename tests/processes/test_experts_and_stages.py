@@ -94,20 +94,56 @@ def test_experts_of_stages_equal_one_rank_with_all(crew: Crew, tmp_path: Path, w
     assert all(("all_to_all_single", "ep") in use and ("reduce_scatter_tensor", "dp") in use for use in uses)
 
 
-def test_dropout_and_experts_beside_shared_layers_of_stages(crew: Crew, tmp_path: Path) -> None:
-    """Four ranks have a quarter of the experts each of all layers, or half of them of half of the layers."""
+def assert_exported(folder: Path, run: Run, shapes: Any) -> None:
+    made = torch.load(elastic.export(folder / "run", folder / "out", to="torch") / "model.pt")
+    for key, value in run.state(shapes).items():
+        kind, name = key.split("/", 1)
+        assert kind != "master" or torch.equal(made[name].flatten().double(), value.double()), name
+
+
+def test_experts_are_shared_beside_the_layers_of_stages(crew: Crew, tmp_path: Path) -> None:
+    """Four ranks have half of the experts each of half of the layers, by twos that share layers, or that do not; or a
+    quarter of the experts of all layers."""
     config = {**CONFIG, "plan": "all", "tied": True}
     one = through(crew, tmp_path / "one", config, WHOLE)
     parts: Sequence[Part] = (
-        ((0, 1, 2, 3), 3, {"pp": 2, "tp": 2}), ((3, 1, 2, 0), 5, {"ep": 2, "tp": 2}),
+        ((0, 1, 2, 3), 2, {"pp": 2, "tp": 2}), ((3, 1, 2, 0), 4, {"ep": 2, "tp": 2}), ((1, 0, 2, 3), 6, BOTH),
         ((3, 1, 2, 0), None, {"pp": 2, "tp": 2}),
     )  # fmt: skip
-    moved = through(crew, tmp_path / "moved", config, parts)
+    moved = through(crew, tmp_path / "moved", config, parts, tp_sizes=(1, 2))
     assert_equal(one, moved)
-    made = torch.load(elastic.export(tmp_path / "moved" / "run", tmp_path / "out", to="torch") / "model.pt")
-    for key, value in moved.state(one.shapes[0]).items():
-        kind, name = key.split("/", 1)
-        assert kind != "master" or torch.equal(made[name].flatten(), value), name
+    assert_exported(tmp_path / "moved", moved, one.shapes[0])
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_a_checkpoint_of_other_stages(crew: Crew, tmp_path: Path) -> None:
+    first = through(crew, tmp_path / "first", CONFIG, [(range(4), 3)], **BOTH)
+    assert_exported(tmp_path / "first", first, first.shapes[0])
+    (newest, *_) = CheckpointStore(str(tmp_path / "first"), "run").list()
+    config = {**CONFIG, "weights": f"{tmp_path / 'first'}/run/checkpoints/{newest.id}"}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    assert float(one.losses["loss 1"]) < float(first.losses["loss 1"]), "it begins with what the first has learnt"
+    assert_equal(one, through(crew, tmp_path / "two", config, CHANGES[-1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", [{"fsdp2": {"cpu_offload": True}}, {"fsdp2": {"shard": []}, "frozen": True}], ids=["offload", "frozen"]
+)
+def test_every_way_equals_one_rank_with_all(crew: Crew, tmp_path: Path, way: dict[str, Any]) -> None:
+    config = {**CONFIG, "frozen": way.get("frozen", False)}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    assert_equal(one, through(crew, tmp_path / "moved", {**config, **way}, CHANGES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [{}, later("ZBVZeroBubble")], ids=["1f1b", "zbv"])
+def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, schedule: dict[str, Any]) -> None:
+    options = {"param_dtype": "bfloat16", "reduce_dtype": "float32", **schedule}
+    config = {**CONFIG, "precision": "float32", "blocks": 6, "fsdp2": options}
+    still = through(crew, tmp_path / "still", config, WHOLE)
+    moved = through(crew, tmp_path / "moved", config, CHANGES)
+    assert _distance(still.losses, moved.losses) <= 2e-2
 
 
 @pytest.fixture
@@ -160,7 +196,7 @@ def test_ranks_that_wait_in_an_exchange_with_a_dead_one_are_released(
 ) -> None:
     """Rank 3, of the last stage, is killed in its first micro-batch: rank 1 waits for its rows, rank 2 for a gradient
     of it, and rank 0 for rank 1, while it shares no group with rank 3 but the world's."""
-    config = {**CONFIG, **way, "url": str(tmp_path / "moved")}
+    config = {**CONFIG, **way, "in_loop": True, "url": str(tmp_path / "moved")}
     more: dict[str, Any] = {**of_run(config), **SIZES, "checkpoint_every_steps": 1, "anomalies": STOP}
     crew.begin([0, 1, 2, 3], "staged.train", {**config, "victims": [3], "at": AT}, **BOTH, **more)
     crew.reached(3, "there")
@@ -174,12 +210,14 @@ def test_ranks_that_wait_in_an_exchange_with_a_dead_one_are_released(
     for number in (0, 1, 2):
         assert crew.outcome(number).result.kind in ("ended", "collective_failed")
     crew.replace(3)
-    store, generations = CheckpointStore(str(tmp_path / "moved"), "run"), []
+    store, generations, points = CheckpointStore(str(tmp_path / "moved"), "run"), [], list[str]()
     assert store.list()[0].step == AT
     for who, end_at, mesh in (((2, 0), AT + 2, EXPERTS), ((0, 1, 2, 3), None, BOTH)):
         newest = store.list()[0].id
         generations.append(crew.run(who, "staged.train", config, checkpoint=newest, end_at=end_at, **mesh, **more))
         _assert_ended(generations[-1], "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        points += crew.members[0].points
+    assert any(point.startswith("left: a pipeline's stages") for point in points), "called again"
     moved = Run(tmp_path / "moved", generations)
     one = through(crew, tmp_path / "one", {**CONFIG, **way}, WHOLE)
     assert _distance(one.after(AT), moved.losses) <= ALLOWED
