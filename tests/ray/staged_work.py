@@ -8,7 +8,8 @@ import layered_model
 import loops
 import sharing_model
 import torch
-from staged_model import ROW, Staged, trained
+from expert_model import BALANCE, EPS
+from staged_model import ROW, Staged, StagedMixture, trained
 
 import elastic
 
@@ -26,14 +27,25 @@ def sequences(config: dict[str, Any]) -> None:
     _train(config, model, sharing_model)
 
 
-def _train(config: dict[str, Any], model: Staged, module: Any) -> None:
+def experts(config: dict[str, Any]) -> None:
+    """Stages whose ranks share experts."""
+    torch.manual_seed(3)
+    _train(config, StagedMixture(0.1, tied=True), layered_model, _balanced)
+
+
+def _balanced(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    logits, uneven = outputs
+    return layered_model.loss_of(logits, labels) + BALANCE * uneven
+
+
+def _train(config: dict[str, Any], model: Staged, module: Any, loss: Any = None) -> None:
     data = module.texts(config["size"])
-    optimizer = torch.optim.AdamW(trained(model), lr=0.02)
+    optimizer = torch.optim.AdamW(trained(model), lr=0.02, eps=EPS)
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=data,
         optimizer=optimizer,
-        pipeline=elastic.Pipeline(module.loss_of, layers=ROW),
+        pipeline=elastic.Pipeline(loss or module.loss_of, layers=ROW),
         **loops.of_engine(config, optimizer),
     )
     loops.between_steps(config, data)

@@ -42,6 +42,12 @@ SHARED = [
     ),
     *(pytest.param("pipelined_work:train", STAGES, stage, id=f"stages-{stage}") for stage in (0, 1)),
     pytest.param("staged_work:train", STAGES, None, id="stages of torch"),
+    pytest.param(
+        "staged_work:experts",
+        MeshSettings(ep=2, pp=2, choices={"ep": (1, 2)}),
+        None,
+        id="stages with experts of torch",
+    ),
 ]
 
 
