@@ -16,6 +16,14 @@ def crew() -> Iterator[Crew]:
     made.close()
 
 
+@pytest.fixture
+def eight() -> Iterator[Crew]:
+    """Eight, for one test."""
+    made = Crew(8)
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def settled(request: pytest.FixtureRequest) -> Iterator[None]:
     yield

@@ -4,7 +4,7 @@ world sizes, other numbers of both and lost ranks; the oracle is one rank with a
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +144,6 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, schedule: dict[
     still = through(crew, tmp_path / "still", config, WHOLE)
     moved = through(crew, tmp_path / "moved", config, CHANGES)
     assert _distance(still.losses, moved.losses) <= 2e-2
-
-
-@pytest.fixture
-def eight() -> Iterator[Crew]:
-    made = Crew(8)
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

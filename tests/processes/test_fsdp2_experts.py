@@ -8,7 +8,7 @@ in tests/tensors/test_fsdp2_experts.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +176,6 @@ def test_experts_are_shared_beside_layers_and_sequences(
     assert ("all_to_all_single", "ep") in calls
     # Rows are divided among the workers of a cell.
     assert (("all_gather_into_tensor", "tp") in calls) == ("tp" in mesh)
-
-
-@pytest.fixture
-def eight() -> Iterator[Crew]:
-    made = Crew(8)
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

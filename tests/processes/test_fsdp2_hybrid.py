@@ -5,7 +5,7 @@ That runs through other numbers of copies equal the undisturbed one is in test_o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,6 @@ def test_copies_of_a_shard_that_drift_apart_are_told_on_all_ranks(
         else:
             assert f"the ranks with shard coordinate {victim % 2}" in outcome.result.message
     assert not CheckpointStore(str(tmp_path), "run").list()
-
-
-@pytest.fixture
-def eight() -> Iterator[Crew]:
-    made = Crew(8)
-    yield made
-    made.close()
 
 
 COPIES = "shards over 4 workers, sums over 2 copies of each"

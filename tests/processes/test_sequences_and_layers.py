@@ -3,7 +3,7 @@ with whole sequences and whole layers, which equals plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,6 @@ def test_autotp_with_shared_sequences_equals_one_rank_with_whole_ones(crew: Crew
     config = {"stage": stage, "sequences": True, "clipping": CLIPPING}
     whole = through(crew, tmp_path / "whole", config, WHOLE, ONE)
     assert_equal(whole, through(crew, tmp_path / "moved", config, PARTS, LISTED))
-
-
-@pytest.fixture
-def eight() -> Iterator[Crew]:
-    made = Crew(8)
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ the oracle is one rank with whole sequences and all layers."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +69,6 @@ def test_dropout_is_the_same_with_any_stages(crew: Crew, tmp_path: Path) -> None
     moved = through_stages(crew, tmp_path / "moved", config, [((2, 0, 1, 3), 2, 4), ((1, 2), 1, None)], sp=2)
     assert _distance(still.losses, moved.losses) <= ALLOWED
     assert _distance(still.state(), moved.state()) <= ALLOWED
-
-
-@pytest.fixture
-def eight() -> Iterator[Crew]:
-    made = Crew(8)
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ class _Form:
 
     @classmethod
     def of(cls, model: Any, given: Mapping[str, Any], config: Mapping[str, Any]) -> _Form:
-        """`config` is `given` as DeepSpeed is told."""
+        """`given`: the configuration with the job's mesh; `config`: what DeepSpeed gets of it."""
         layered = bool(native_experts.layers_of(model))
         return cls(
             tensor_parallel.size_of(given),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
-from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id, steps_to_json
+from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id, steps_to_json, together
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.core.sharding.layout import Chunk
 from elastic.runtime.controller.hands.snapshot_directory import SnapshotDirectory
@@ -41,7 +41,7 @@ class Agent:
         refuses: Exception | None = None,
     ) -> None:  # fmt: skip
         self.facts = NodeFacts("box", ("10.0.0.1", number), "memory")
-        self._held = tuple(Held(1, 8, rank, 2, rank in replicas) for rank in (*ranks, *replicas))
+        self._held = together(Held(1, 8, rank, 2, rank in replicas) for rank in (*ranks, *replicas))
         self.silent, self._refuses = silent, refuses
         self._pace, self._parts = 0, parts
 
