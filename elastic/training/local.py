@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
 
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
@@ -28,7 +29,7 @@ from elastic.comm.rendezvous import host_store
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.data.steps import StepReport
-from elastic.core.errors import ElasticError, UsageError
+from elastic.core.errors import ElasticError, Fenced, UsageError
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.core.typed_json import decode, encode
 from elastic.engines.select import check_engine
@@ -143,7 +144,13 @@ class LocalCoordinator(SilentCoordinator):
         records.set(f"{key}{self._spec.rank}", json.dumps(encode(record)))
         if self._spec.rank != 0:
             return
-        told = records.multi_get([f"{key}{rank}" for rank in range(self._spec.world_size)])
+        try:
+            told = records.multi_get([f"{key}{rank}" for rank in range(self._spec.world_size)])
+        except DistError as error:
+            # A rank that has failed tells none, and the store goes with its generation.
+            raise Fenced(
+                f"generation {self._spec.generation}: not every rank has told its shard of step {record.step}: {error}"
+            ) from error
         shards = [decode(ShardRecord, json.loads(text)) for text in told]
         manifest = assemble(shards, run_id=self._spec.run_id, written_at=time.time())
         self._store.commit(manifest)

@@ -124,6 +124,17 @@ def with_a_rank_killed(
 def lose_a_rank(crew: Crew, url: Path, function: str, config: Mapping[str, Any], where: str, **more: Any) -> None:
     """The ranks of the crew, of which the second is killed in step `AT`; in its place there is a fresh process
     afterwards."""
+    survivors = kill_a_rank(crew, function, config, where, **more)
+    for number in survivors:
+        crew.abort(number, "rank 1 was lost")
+    for number in survivors:
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    crew.replace(1)
+    assert CheckpointStore(str(url), "run").list()[0].step == AT
+
+
+def kill_a_rank(crew: Crew, function: str, config: Mapping[str, Any], where: str, **more: Any) -> list[int]:
+    """The others, which nobody has told of it."""
     everyone = range(len(crew.members))
     config = {**config, "victims": [1], "at": AT, "where": where, "ranks": len(everyone)}
     crew.begin(everyone, function, config, **more)
@@ -132,13 +143,7 @@ def lose_a_rank(crew: Crew, url: Path, function: str, config: Mapping[str, Any],
     crew.reached(0, f"committed step {AT}")
     crew.members[1].signal(signal.SIGKILL)
     crew.members[1].process.join()
-    survivors = [number for number in everyone if number != 1]
-    for number in survivors:
-        crew.abort(number, "rank 1 was lost")
-    for number in survivors:
-        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
-    crew.replace(1)
-    assert CheckpointStore(str(url), "run").list()[0].step == AT
+    return [number for number in everyone if number != 1]
 
 
 def assert_every_sample_once(run: Run) -> None:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # A survivor continues after these. Everything else is the user's code, its use of the platform, or this rank's device.
 _SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed"})
 
+_ELSEWHERE = "it was not asking for its next batch: an evaluation, say"
+
 # Set-up that takes longer, and is done a second time by the same process, is named.
 _SLOW_S = 1.0
 
@@ -59,8 +61,9 @@ class FunctionCall:
         # The generation was left inside of the function, which must be left too: its outcome, or what follows it.
         self._unclean: GenerationResult | None = None
         self._following: GenerationRunner | None = None
-        # Why the function is left.
+        # Why the function is left, and where its code was that may have stayed.
         self._reason: str | None = None
+        self._elsewhere: str | None = None
         self._stays = True
         # The user's code outside of the steps has taken part in collectives; how many there were when it began.
         self._joins_in: str | None = None
@@ -71,7 +74,8 @@ class FunctionCall:
         """Call the function for a generation, or ahead of its process's first. Returns the last generation that it ran
         in, which is left, and how that one ended."""
         while True:
-            self._runner, self._following, self._unclean, self._abandoned, self._reason = None, None, None, None, None
+            self._runner, self._following, self._unclean = None, None, None
+            self._abandoned, self._reason, self._elsewhere = None, None, None
             result = self._called_ahead(begins) if isinstance(begins, Ahead) else self._called(begins)
             if self._runner is None:
                 assert isinstance(begins, Ahead)
@@ -79,7 +83,7 @@ class FunctionCall:
                 continue
             survived = result.kind in _SURVIVED and not self._current.generation.scope.last
             if self._handles is not None and self._reason is None and survived:
-                self._leave_function(self._obstacle() or "it was not asking for its next batch: an evaluation, say")
+                self._leave_function(self._obstacle() or self._elsewhere or _ELSEWHERE)
             # What they hold is the engine's.
             self._given = self._handles = self._held = None
             self._asked = False
@@ -140,6 +144,13 @@ class FunctionCall:
 
     def _classified(self, error: BaseException) -> GenerationResult:
         result = self._current.classify(error)
+        if self._abandoned is not None and isinstance(error, Exception):
+            # What it makes of outputs that do not count is no failure of the run's; its device may be.
+            self._elsewhere = (
+                f"its code raised {type(error).__name__} ({error}) in a step that was abandoned, of which nothing is "
+                "computed within `with elastic.step():`"
+            )
+            result = result if result.kind == "device_failed" else self._abandoned
         cleanup.forget(error)
         return result
 
