@@ -1,7 +1,7 @@
 """The process groups of one generation: joined through their own store, aborted from any thread, closed completely.
 
-gloo on the CPU, NCCL on CUDA. Everything that touches private parts of torch.distributed is in this module, `sockets`
-and `lost_peers`. What an engine does around its groups comes in as `GroupHooks`.
+gloo on the CPU, NCCL on CUDA. Everything that touches private parts of torch.distributed is in this module, `sockets`,
+`nccl` and `held_waits`. What an engine does around its groups comes in as `GroupHooks`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from elastic.comm import lost_peers, nccl, sockets
+from elastic.comm import nccl, sockets
 from elastic.comm.allocator import let_segments_grow
+from elastic.comm.held_waits import HeldWaits
 from elastic.comm.hooks import GroupHooks
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.rendezvous import connect, release_store
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 # down; one that hangs all the same must not block its caller.
 _ABORT_S = 1.5
 _ABORT_LIMIT_S = 10.0
+# In an abort a socket is shut down for reading; one that is still there after this, in both directions.
+_READING_FIRST_S = 0.04
 
 
 class ProcessGroup:
@@ -63,6 +66,9 @@ class ProcessGroup:
         # Until addresses are exchanged, every socket that was opened since `join` counts as one of the groups'.
         self._building = False
         self._joined = False
+        # On the CPU; and when each socket was first shut down.
+        self._waits: HeldWaits | None = None
+        self._cut_at: dict[str, float] = {}
         # An abort that began in this generation must not see the sockets of the next one.
         self._abort_lock = threading.Lock()
 
@@ -82,6 +88,9 @@ class ProcessGroup:
         self._foreign = frozenset(found.inode for found in sockets.tcp_sockets())
         self._building = True
         self._joined = True
+        if backend == "gloo":
+            self._waits = HeldWaits(self.spec.generation, self.spec.collective_timeout_s, _groups)
+            self._waits.install()
         check()
         self._store = connect(self.rendezvous, self.spec.collective_timeout_s, check)
         # An abort before this line found no socket to shut down; one after it finds the store's.
@@ -164,7 +173,7 @@ class ProcessGroup:
 
     def error(self) -> str | None:
         """A failure that the groups report only when polled; None without one. From any thread."""
-        return lost_peers.first_error(_groups()) if self.fails_silently and self._joined else None
+        return nccl.first_error(_groups()) if self.fails_silently and self._joined else None
 
     def leave_together(self, limit_s: float) -> None:
         """Wait until every rank is about to leave by an error of its own code, at most `limit_s`; an abort ends it.
@@ -189,9 +198,16 @@ class ProcessGroup:
                 return 0
             aborts = self._abort_all() if self.fails_silently else []
             _join_all(aborts, _ABORT_S)
-            cut = sum(sockets.shut_down(found) for found in sockets.tcp_sockets() if self._owns(found))
+            if self._waits is not None:
+                self._waits.abort()
+            cut = sum(self._cut(found) for found in sockets.tcp_sockets() if self._owns(found))
             _join_all(aborts, _ABORT_LIMIT_S)
             return cut
+
+    def _cut(self, found: TcpSocket) -> bool:
+        now = time.monotonic()
+        both = now - self._cut_at.setdefault(found.inode, now) >= _READING_FIRST_S
+        return sockets.shut_down(found, both)
 
     def connects_to(self, addresses: Iterable[Address]) -> None:
         """Connections that this rank makes to these are shut down by an abort, too."""
@@ -220,6 +236,8 @@ class ProcessGroup:
             sys.excepthook = before
         with self._abort_lock:
             self._joined = False
+        if self._waits is not None:
+            self._waits.remove()
         release_store(self.rendezvous)
 
     # -- inside -------------------------------------------------------------------------------------------------------

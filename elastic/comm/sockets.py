@@ -37,14 +37,20 @@ def tcp_sockets() -> list[TcpSocket]:
     return found
 
 
-def shut_down(target: TcpSocket) -> bool:
-    """Shut down both directions of a connected socket; False when it is gone or is no longer the same one."""
+def shut_down(target: TcpSocket, both: bool) -> bool:
+    """Shut down a connected socket for reading, or in both directions; False when it is gone or is no longer the same
+    one.
+
+    For reading first: a peer's "ready to receive" may lie unread in it. gloo answers by sending, and where it cannot,
+    it puts the operation aside and never tells whoever waits for it that the connection has ended (as of torch 2.13,
+    see `held_waits`).
+    """
     duplicate = _duplicate(target.fd, target.inode)
     if duplicate is None:
         return False
     with duplicate:
         try:
-            duplicate.shutdown(socket.SHUT_RDWR)
+            duplicate.shutdown(socket.SHUT_RDWR if both else socket.SHUT_RD)
         except OSError:
             # Already closed by the other side.
             return False

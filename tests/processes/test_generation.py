@@ -73,6 +73,40 @@ def test_abort_releases_ranks_that_a_frozen_peer_blocks(crew: Crew, tmp_path: Pa
         crew.replace(0)
 
 
+def test_abort_releases_ranks_in_the_middle_of_exchanges(crew: Crew, tmp_path: Path) -> None:
+    """gloo forgets whom it would answer on a connection that cannot be written to any more (elastic/comm/sockets.py):
+    two rounds in five once ended with the timeout of the groups."""
+    for _ in range(15):
+        crew.begin([0, 1], "exchanges.for_ever", {**_config(2, tmp_path), "numbers": 8}, batch=BATCH)
+        for number in (0, 1):
+            crew.reached(number, "there")
+        for number in (0, 1):
+            crew.abort(number, "rank 2 was lost")
+        for number in (0, 1):
+            assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+
+
+def test_abort_releases_ranks_that_hold_a_half_done_transfer(crew: Crew, tmp_path: Path) -> None:
+    """Of megabytes, when a peer is killed (elastic/comm/held_waits.py)."""
+    config = _config(2, tmp_path)
+    for _ in range(3):
+        crew.begin([0, 1, 2], "exchanges.for_ever", {**config, "numbers": 12_000_000}, batch=BATCH)
+        for number in (0, 1, 2):
+            crew.reached(number, "there")
+        crew.members[2].signal(signal.SIGKILL)
+        crew.members[2].process.join()
+        for number in (0, 1):
+            crew.abort(number, "rank 2 was lost")
+        for number in (0, 1):
+            assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+        crew.replace(2)
+    again = crew.run([2, 1, 0], "train", config, batch=BATCH)
+    assert [outcome.result.kind for outcome in again] == ["finished"] * 3
+    assert all(held.listening for outcome in again for held in outcome.sockets), "groups that gloo still holds"
+    for number in (0, 1):
+        crew.replace(number)
+
+
 def test_a_killed_rank_is_named_by_the_ranks_that_see_it(crew: Crew, tmp_path: Path) -> None:
     config = _config(2, tmp_path, victim=2, at=1)
     crew.begin([0, 1, 2], "train_until_fault", config, batch=BATCH)

@@ -21,12 +21,11 @@ from elastic.checkpoint.digest import digest, digest_on_device
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.checkpoint.source import ReadRange
-from elastic.comm import lost_peers
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.comm.device_check import device_error
 from elastic.comm.device_meters import EnergyMeter
 from elastic.comm.device_stream import DelayClock
-from elastic.comm.nccl import outlive_peers
+from elastic.comm.nccl import first_error, outlive_peers
 from elastic.comm.nvml import NvmlDevice
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.names import shard_file
@@ -133,7 +132,7 @@ def test_nccl_and_gloo_groups_are_asked_side_by_side(nccl: dist.ProcessGroup) ->
     assert backend._is_initialized()
     gloo = dist.new_group(backend="gloo")
     assert backend.get_error() == ErrorType.SUCCESS, "a backend without it would be passed over"
-    assert lost_peers.first_error([nccl, gloo]) is None
+    assert first_error([nccl, gloo]) is None
 
 
 def test_groups_that_are_made_and_aborted_again_and_again_leave_no_device_memory() -> None:

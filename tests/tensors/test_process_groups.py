@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, HashStore
 
-from elastic.comm import device_check, lost_peers, process_group
-from elastic.comm.nccl import outlive_peers
+from elastic.comm import device_check, process_group
+from elastic.comm.nccl import first_error, outlive_peers
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.process_group import ProcessGroup
 from elastic.comm.rendezvous import host_store
@@ -167,9 +167,9 @@ def gloo() -> Iterator[dist.ProcessGroup]:
 def test_a_gloo_group_beside_nccl_does_not_hide_its_failures(
     gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert lost_peers.first_error([gloo]) is None
+    assert first_error([gloo]) is None
     nccl: Any = Silent(ErrorType.COMM_ERROR)
-    found = lost_peers.first_error([gloo, nccl])
+    found = first_error([gloo, nccl])
     assert found is not None
     assert found.startswith("nccl reports COMM_ERROR")
 

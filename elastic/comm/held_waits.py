@@ -1,0 +1,90 @@
+"""Releases threads that wait for a collective of gloo which gloo will not end before its timeout.
+
+When a connection is lost, gloo (as of torch 2.13) tells the operations that are queued, but not the one whose bytes are
+on their way: `Pair::signalException` (gloo/transport/tcp/pair.cc) passes over the buffers of `rx_` and `tx_`.
+So a rank that gathers or exchanges megabytes when a peer is killed waits for the group's timeout. Here an abort lets
+waits of Python code end all the same. The groups, whose destruction would wait too, are kept until gloo has given up.
+
+Not covered: messages from rank to rank (`send`, `recv`), for which a wait with a limit closes the connection, and waits
+inside of torch's C++ code. There the worker counts as lost when `abort_timeout_s` is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Work
+
+logger = logging.getLogger(__name__)
+
+# How often a wait looks whether there was an abort, and how long after one gloo may end a collective by itself. Sockets
+# that are shut down do that within milliseconds where they can.
+_LOOK_S = 0.1
+_BY_ITSELF_S = 0.3
+# Beyond the timeout of the last collective that began.
+_MARGIN_S = 5.0
+
+# Not in torch's stubs. Works tell theirs as a number.
+_OpType: Any = c10d.OpType  # type: ignore[attr-defined]
+_MESSAGES = frozenset(op.value for op in (_OpType.SEND, _OpType.RECV, _OpType.RECVANYSOURCE, _OpType.UNKNOWN))
+# torch's own.
+_wait = Work.wait
+
+
+class HeldWaits:
+    """From `install` to `remove` waits of this process's threads end with an abort. One at a time is installed."""
+
+    def __init__(self, generation: int, timeout_s: float, groups: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
+        """`timeout_s` is that of the groups."""
+        self._generation = generation
+        self._timeout_s = timeout_s
+        self._groups = groups
+        self._aborted_at: float | None = None
+
+    def install(self) -> None:
+        # It is called as a method: a bound one would be given no `Work`.
+        held = self
+        Work.wait = lambda work, *args, **kwargs: held._waited(work, *args, **kwargs)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        Work.wait = _wait  # type: ignore[method-assign]
+
+    def abort(self) -> None:
+        """From any thread, any number of times."""
+        if self._aborted_at is None:
+            self._aborted_at = time.monotonic()
+
+    def _waited(self, work: Any, *args: Any, **kwargs: Any) -> bool:
+        if args or kwargs or work._get_op_type() in _MESSAGES:
+            return _wait(work, *args, **kwargs)
+        while True:
+            try:
+                return _wait(work, timedelta(seconds=_LOOK_S))
+            except RuntimeError:
+                if work.is_completed():
+                    # With its own error, or meanwhile.
+                    return _wait(work)
+                if self._aborted_at is not None and time.monotonic() - self._aborted_at > _BY_ITSELF_S:
+                    self._keep_groups(work)
+                    op = _OpType(work._get_op_type()).name
+                    raise RuntimeError(
+                        f"generation {self._generation} was aborted while gloo held a half-done {op}"
+                    ) from None
+
+    def _keep_groups(self, work: Any) -> None:
+        kept: list[Any] = [work, *self._groups()]
+        logger.warning(
+            "generation %d: a peer was lost within a transfer: gloo keeps the groups and the tensor for %.0f s more",
+            self._generation,
+            self._timeout_s,
+        )
+        timer = threading.Timer(self._timeout_s + _MARGIN_S, kept.clear)
+        timer.daemon = True
+        timer.start()
