@@ -231,7 +231,7 @@ def _live(pipe: Connection, prepare: str) -> None:
             while frame is not None:
                 files.append(frame.f_code.co_filename)
                 frame = frame.f_back
-            waits = ("torch/distributed/", "elastic/comm/server/")
+            waits = ("torch/distributed/", "elastic/comm/server/", "elastic/comm/peer_addresses")
             tell("where", any(place in file for file in files for place in waits))
 
 

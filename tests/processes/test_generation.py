@@ -84,6 +84,10 @@ def test_abort_releases_ranks_in_the_middle_of_exchanges(crew: Crew, tmp_path: P
             crew.abort(number, "rank 2 was lost")
         for number in (0, 1):
             assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+            # Rarely a peer's end comes so that only the wait can be left, and gloo keeps its group for a while.
+            assert all(held.listening for held in crew.outcome(number).sockets)
+    for number in (0, 1):
+        crew.replace(number)
 
 
 def test_abort_releases_ranks_that_hold_a_half_done_transfer(crew: Crew, tmp_path: Path) -> None:

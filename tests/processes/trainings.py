@@ -254,7 +254,9 @@ def train_in_loop(config: dict[str, Any]) -> None:
                         engine.backward(loss)
                     else:
                         engine.step()
-            passed["abandoned"] += elastic.get_context().abandoned
+            abandoned = elastic.get_context().abandoned
+            assert not (last and made._optimizer_step_pre_hooks) or abandoned, "the platform's, of every generation"
+            passed["abandoned"] += abandoned
             elastic.report(rank=context.rank)
     crew.told.update(passed, starts=elastic.state["starts"])
 

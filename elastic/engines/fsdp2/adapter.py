@@ -16,6 +16,7 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
 from elastic.engines import saved_numbers
 from elastic.engines.base import GradientSums, ResolvedConfig, StepOutcome
+from elastic.engines.fsdp2 import local_step
 from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import CountedExchanges, count_collectives
 from elastic.engines.fsdp2.experts import count_exchanges, end_exchanges
@@ -217,7 +218,7 @@ class Fsdp2Adapter:
             if self._clipping:
                 clip([gradient for gradient, _ in gradients], norm, self._clipping)
             with scaled_rates(native.optimizer.param_groups, self._rate_factor()):
-                native.optimizer.step()
+                local_step.step(native.optimizer)
             if native.lr_scheduler is not None:
                 native.lr_scheduler.step()
         else:

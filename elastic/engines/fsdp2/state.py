@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
+from elastic.engines.fsdp2.local_step import local_of
 from elastic.engines.fsdp2.meshes import Meshes, rows_of, slice_shape
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.fsdp2.tensor_parallel import cuts_of
@@ -82,24 +83,24 @@ class Fsdp2State:
                 parameter = self._parameters[name]
                 chunk = self._chunk(name)
                 chunks = (chunk,) if chunk.numel else ()
-                local, copied = _local(parameter), self.copies is not None
+                local, copied = local_of(parameter), self.copies is not None
                 found.append(Master(chunk.buffer, number, local, chunks, (name,), copied, parameter))
         return found
 
     def frozen(self) -> list[Extra]:
         trained = {name for group in self.groups() for name in group}
         return [
-            Extra(PARAM, _local(parameter), self._chunk(name), replicated=self.copies is not None)
+            Extra(PARAM, local_of(parameter), self._chunk(name), replicated=self.copies is not None)
             for name, parameter in self._parameters.items()
-            if name not in trained and _local(parameter).numel()
+            if name not in trained and local_of(parameter).numel()
         ]
 
     def weights(self) -> list[Weight]:
         trained, copied = {name for group in self.groups() for name in group}, self.copies is not None
         return [
-            Weight(name, self._chunk(name).start, _local(parameter).reshape(-1), copied, experts=copied)
+            Weight(name, self._chunk(name).start, local_of(parameter).reshape(-1), copied, experts=copied)
             for name, parameter in self._parameters.items()
-            if name in trained and _local(parameter).numel()
+            if name in trained and local_of(parameter).numel()
         ]
 
     def begin_install(self) -> None:
@@ -114,16 +115,9 @@ class Fsdp2State:
         shape = slice_shape(parameter)
         width = math.prod(shape[1:])
         first, last = rows_of(parameter, self._shards, self._shard)
-        if (last - first) * width != _local(parameter).numel():
+        if (last - first) * width != local_of(parameter).numel():
             raise UsageError(
-                f"parameter {name!r}: shard {self._shard} of {self._shards} has {_local(parameter).numel()} elements "
+                f"parameter {name!r}: shard {self._shard} of {self._shards} has {local_of(parameter).numel()} elements "
                 f"where rows {first} to {last} of {shape} were expected: this torch shards otherwise"
             )
         return Chunk(name, first * width, (last - first) * width, whole_buffer(name), 0)
-
-
-def _local(parameter: DTensor) -> torch.Tensor:
-    # torch's types take `detach` for a plain tensor's.
-    detached: Any = parameter.detach()
-    local: torch.Tensor = detached.to_local()
-    return local

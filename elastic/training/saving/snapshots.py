@@ -92,7 +92,7 @@ class Snapshots:
     def before_update(self) -> float:
         """The state is verified if it was restored, and copied where a copy was begun. Returns the seconds that the
         copies took. Collective while a verdict is missing."""
-        self._state.verified()
+        self._state.before_step()
         try:
             with self._delays.delay():
                 return self._copier.fence()

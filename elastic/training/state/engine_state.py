@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from elastic.checkpoint.shards import DTYPE_NAMES, check_dtype
 from elastic.checkpoint.shares import KeptBesides, Shares
@@ -109,6 +110,7 @@ class EngineState:
         # None: not known.
         self._cuts: Cuts | None = None if lanes.slices > 1 else {}
         self._verification: Verification | None = None
+        self._step_hook: RemovableHandle | None = None
         self._captures = 0
         self._ahead: int | None = None
         inventory = Inventory.of(self.sharded)
@@ -398,13 +400,25 @@ class EngineState:
             return None
         return Replicas(self._engine, self.sharded, Inventory.of(self.sharded), turn, self.lanes, self.shares.apart)
 
+    def before_step(self) -> None:
+        """Before an update: `verified`. From then on the optimizer has no hook of the platform's."""
+        self.verified()
+        self._end_hook()
+
     def close(self) -> None:
+        self._end_hook()
         if self._verification is not None:
             self._verification.stop()
         self._pool.close()
 
+    def _end_hook(self) -> None:
+        hook, self._step_hook = self._step_hook, None
+        if hook is not None:
+            hook.remove()
+
     def _before_first_step(self) -> None:
-        """Every update of the masters goes through the base optimizer's step."""
+        """Also where the script steps the base optimizer by itself: every update of the masters goes through it."""
+        self._end_hook()
         # Weak reference: holding the optimizer must not keep the engine alive.
         state = weakref.ref(self)
 
@@ -412,4 +426,4 @@ class EngineState:
             if (live := state()) is not None:
                 live.verified()
 
-        self.sharded.base.register_step_pre_hook(verify_first)
+        self._step_hook = self.sharded.base.register_step_pre_hook(verify_first)
