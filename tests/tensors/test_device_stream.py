@@ -82,7 +82,7 @@ def test_a_steps_report_has_the_wait_of_the_stream_for_the_snapshot_before(
     """The copies of step 1 are made during step 2, whose update waits for them on the device."""
     coordinator = Coordinator()
     scope = GenerationScope(GenerationSpec("run", 1, 0, 1), coordinator, torch.device("cpu"))
-    state: Any = type("State", (), {"verified": lambda self: None})()
+    state: Any = type("State", (), {"before_step": lambda self: None})()
     snapshots = Snapshots(scope, state, dict)
     snapshots._delays = DelayClock(CUDA)
     copied_at = [0.0]
