@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,10 @@ def native_load(job: Job) -> Told:
     assert tag is not None
     converted = 0.0
     if job.get("universal"):
-        engine, _ = deepspeed_alone.make_engine(workload.SIZES[job["size"]], job["stage"], universal=True)
+        # Nothing is trained here, and the run's batch need not divide by this world size.
+        size = workload.SIZES[job["size"]]
+        dealt = replace(size, batch=size.micro * int(os.environ["WORLD_SIZE"]))
+        engine, _ = deepspeed_alone.make_engine(dealt, job["stage"], universal=True)
         if torch.distributed.get_rank() == 0:
             converted = deepspeed_alone.convert(folder / tag, folder / f"{tag}_universal")
         torch.distributed.barrier()

@@ -38,10 +38,10 @@ def measure(options: Options) -> list[Figure]:
             plain = crews.do(children, "native_load", OLD, times, **native)
             universal = crews.do(children, "native_load", NEW, times, universal=True, **native)
         except NotMeasured as error:
-            failed = not_measured(CASE, "load at another world size", "s", str(error), subject=DEEPSPEED)
-            return [*figures, failed]
-    changed = [figure for mesh in MESHES for figure in _mesh(options, size, times, *mesh)]
-    return figures + _peer(figures, plain, universal) + changed
+            figures.append(not_measured(CASE, "load at another world size", "s", str(error), subject=DEEPSPEED))
+        else:
+            figures += _peer(figures, plain, universal)
+    return figures + [figure for mesh in MESHES for figure in _mesh(options, size, times, *mesh)]
 
 
 def _mesh(options: Options, size: str, times: int, before: tuple[int, int], after: tuple[int, int]) -> list[Figure]:
