@@ -12,6 +12,9 @@ from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, Where
 from elastic.store.objects import Objects
 
+# The last ones should end together, though reads differ in length.
+_JOBS_PER_THREAD = 8
+
 
 @dataclass(frozen=True)
 class Request:
@@ -49,11 +52,15 @@ def fetch(objects: Objects, folder: str, reads: Sequence[Request], threads: int)
     """Perform the reads, `threads` at once, from the files in `folder` ("" is the storage's top); returns the bytes."""
     if not reads:
         return 0
+    # Columns of a matrix are a read for each of its rows, which by itself costs less than a job.
+    together = max(1, len(reads) // (threads * _JOBS_PER_THREAD))
+
+    def perform(begin: int) -> None:
+        for read in reads[begin : begin + together]:
+            objects.read_into(f"{folder}/{read.file}" if folder else read.file, read.begin, read.views)
+
     with ThreadPoolExecutor(min(threads, len(reads)), "checkpoint-read") as pool:
-        paths = [f"{folder}/{read.file}" if folder else read.file for read in reads]
-        jobs = [
-            pool.submit(objects.read_into, at, read.begin, read.views) for at, read in zip(paths, reads, strict=True)
-        ]
+        jobs = [pool.submit(perform, begin) for begin in range(0, len(reads), together)]
         try:
             for job in jobs:
                 job.result()
