@@ -186,7 +186,7 @@ def main(text: str) -> None:
     job = json.loads(text)
     told = JOBS[job["do"]](job)
     Path(job["told"]).write_text(json.dumps(told), encoding="utf-8")
-    # All is told. Threads of groups that torch does not join may abort a process that ends of itself.
+    # At once: threads that torch does not join may abort a process that ends by itself (seen with DeepSpeed alone).
     sys.stdout.flush()
     os._exit(0)
 
