@@ -1,4 +1,5 @@
-"""Restores that are verified concurrently with the first step, and replicas that have drifted apart, on real ranks."""
+"""Restores that are verified concurrently with the first step, replicas that have drifted apart, and whole parameters
+of stage 3, on real ranks."""
 
 from __future__ import annotations
 
@@ -98,6 +99,35 @@ def drifted_replicas_are_refused(rank: int, folder: Path) -> None:
         leave(engine)
 
 
+def small_parameters_are_gathered(rank: int, folder: Path) -> None:
+    """In bundles of any size they are bit for bit what DeepSpeed gathers one by one, padding left out."""
+    from elastic.engines.deepspeed.state.stage3 import gather
+
+    join(folder, "gathered", rank, 3)
+    # Of 1, 3, 5, 7 and 77 elements over three ranks; the layers' weights stay parts.
+    setup = Setup(3, zero={"stage3_param_persistence_threshold": 20})
+    engine = make_engine(setup, 3, seed=1)
+    train_step(engine, 0)
+    optimizer = engine.optimizer
+    small, everything = optimizer.persistent_parameters, list(engine.module.parameters())
+    assert 10 < len(small) < len(everything)
+    for chosen in (small, everything):
+        optimizer.checkpoint_event_prologue()
+        assert all(parameter.numel() == 0 for parameter in chosen)
+        chosen[0].all_gather(chosen)
+        wanted = [parameter.detach().clone() for parameter in chosen]
+        for numel in (0, 4, 1 << 22):
+            optimizer.checkpoint_event_prologue()
+            gather(chosen, numel)
+            gather(chosen, numel)
+            assert all(map(torch.equal, chosen, wanted)), numel
+            assert len({parameter.data_ptr() for parameter in chosen}) == len(chosen)
+    optimizer.checkpoint_event_prologue()
+    gather(small)
+    train_step(engine, 1)
+    leave(engine)
+
+
 def _raised(kind: type[Exception], call: Any, *arguments: Any) -> str:
     try:
         call(*arguments)
@@ -106,4 +136,7 @@ def _raised(kind: type[Exception], call: Any, *arguments: Any) -> str:
     raise AssertionError(f"expected a {kind.__name__}")
 
 
-CASES = {run.__name__.replace("_", "-"): run for run in (verified_concurrently, drifted_replicas_are_refused)}
+CASES = {
+    run.__name__.replace("_", "-"): run
+    for run in (verified_concurrently, drifted_replicas_are_refused, small_parameters_are_gathered)
+}

@@ -6,7 +6,8 @@ partition_parameters.py (1778-1888), release 0.19.8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -113,11 +114,53 @@ class Stage3State(ZeroState):
         for parameter in cast(Any, self.module.parameters()):
             # hpZ's copies of frozen ones outlive steps.
             parameter.ds_secondary_tensor = None
-        # Gathers the small parameters that stay whole on every rank: they must not keep their old values.
-        wrapper.checkpoint_event_epilogue()
+        # The small parameters that stay whole on every rank must not keep their old values.
+        gather(wrapper.persistent_parameters)
 
     def _slice(self, parameter: Any) -> tuple[int, int]:
         """(first element, number of elements) that this rank holds; the number is 0 where all is padding."""
         part, numel = int(parameter.partition_numel()), own_numel(parameter)
         start = self.place.among(is_expert(parameter))[0] * part
         return first_element(parameter) + start, max(0, min(part, numel - start))
+
+
+def gather(parameters: Iterable[Any], numel: int = 1 << 22) -> None:
+    """Make partitioned parameters whole. Collective; a collective gathers up to `numel` elements of each rank, or one
+    parameter.
+
+    The same as DeepSpeed's `parameter.all_gather(parameters)`, which makes a collective of each: fifty of some
+    kilobytes take as long as all the rest of a restore where ranks share processors.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    bundles: dict[tuple[int, torch.dtype], list[Any]] = defaultdict(list)
+    filled: Counter[tuple[int, torch.dtype]] = Counter()
+    for parameter in parameters:
+        if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            continue
+        if hasattr(parameter.ds_tensor, "ds_quant_scale"):
+            parameter.all_gather([parameter])
+            continue
+        kind = (id(parameter.ds_process_group), parameter.ds_tensor.dtype)
+        if filled[kind] + parameter.ds_tensor.numel() > numel:
+            _gather_bundle(bundles.pop(kind, []))
+            del filled[kind]
+        bundles[kind].append(parameter)
+        filled[kind] += parameter.ds_tensor.numel()
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+    for bundle in bundles.values():
+        _gather_bundle(bundle)
+
+
+def _gather_bundle(parameters: list[Any]) -> None:
+    if not parameters:
+        return
+    group, device = parameters[0].ds_process_group, parameters[0].device
+    own = torch.cat([parameter.ds_tensor.data.to(device).reshape(-1) for parameter in parameters])
+    parts = own.new_empty(dist.get_world_size(group), own.numel())
+    dist.all_gather_into_tensor(parts.view(-1), own, group=group)
+    sizes = [parameter.ds_tensor.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, torch.split(parts, sizes, dim=1), strict=True):
+        # A copy, as each is freed by itself.
+        whole = torch.empty_like(part, memory_format=torch.contiguous_format).copy_(part)
+        parameter.data = whole.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
