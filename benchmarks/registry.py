@@ -47,7 +47,7 @@ CASES = (
     Case("ray-train", "benchmarks.cases.ray_train", "Ray Train v2 elastic: a lost node", 2.5, 2.5, peer=True),
     Case("torchft", "benchmarks.cases.torchft", "torchft: a lost replica group", 1.0, 0.5, peer=True),
     Case("torchrun", "benchmarks.cases.torchrun", "torchrun elastic: a lost agent", 1.5, 1.5, peer=True),
-    Case("recovery", "benchmarks.cases.recovery", "lost nodes, and scaling up when they are back", 32.0, 0.6),
+    Case("recovery", "benchmarks.cases.recovery", "lost nodes, and scaling up when they are back", 40.0, 0.6),
     Case("workers", "benchmarks.cases.workers", "killed workers and frozen nodes", 6.0, 0.6),
     Case("starts", "benchmarks.cases.starts", "a new worker until it is ready, forked and importing", 5.0, 1.5),
     Case("steady", "benchmarks.cases.steady", "undisturbed training against plain DeepSpeed", 9.0, 0.7),

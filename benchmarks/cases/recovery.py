@@ -113,9 +113,11 @@ def plans(options: Options) -> list[Plan]:
           for stage, times, targets in ((1, killed, fast), (2, killed, fast), (3, slower, slow))),
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", some, fast, set_up_s=20.0),
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", killed, fast, any_moment=True),
+        Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 3, "memory", slower, slow, any_moment=True),
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
-        *(Plan(f"node SIGKILL -> next step, 4 -> {form.left}", "kill_node", 1, "memory", slower, form=form)
-          for form in FORMS),
+        *(Plan(f"node SIGKILL -> next step, 4 -> {form.left}", "kill_node", 1, "memory", slower, any_moment=any_moment,
+               form=form)
+          for form in FORMS for any_moment in (False, True)),
     ]  # fmt: skip
     if options.plan:
         asked = [plan for plan in every[1:] if options.plan in plan.name]
@@ -133,7 +135,7 @@ def measure(options: Options) -> list[Figure]:
     ratios = [
         ratio(CASE, f"{plan.trained} over {wanted[0].trained}", found[plan.name], found[wanted[0].name],
               Target("median", 1.5))
-        for plan in wanted if plan.form.name
+        for plan in wanted if plan.form.name and not plan.any_moment
     ]  # fmt: skip
     return figures + ratios
 

@@ -29,7 +29,8 @@ class MasterState:
 def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[MasterState]:
     """One entry per master; live tensors, not copies. Raises UsageError naming the optimizer and the state."""
     # `get`, for the state is a defaultdict: looking must not create what does not exist yet.
-    raw = [_local(base.state.get(master.key) or {}) for master in masters]
+    with torch.no_grad():
+        raw = [_local(base.state.get(master.key) or {}) for master in masters]
     # The state of a 0-d parameter looks like a scalar: the other parameters' state decides.
     shaped = {
         key

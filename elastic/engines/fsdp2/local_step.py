@@ -32,11 +32,8 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own part; it shares memory. No operation on the DTensor is dispatched."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
-    return local.detach()
+    # `to_local` differentiates, at ten times the cost: a snapshot asks for each tensor.
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _may_be_local(optimizer: torch.optim.Optimizer) -> bool:

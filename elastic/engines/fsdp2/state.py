@@ -58,6 +58,7 @@ class Fsdp2State:
             self._parameters[name] = parameter
         self.cuts: Cuts | None = None if meshes.tp is None else cuts_of(module, self._parameters)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._chunks = {name: self._chunk(name) for name in self._parameters}
 
     def specs(self) -> list[TensorSpec]:
         trained = [name for group in self.groups() for name in group]
@@ -80,8 +81,7 @@ class Fsdp2State:
         found = []
         for number, names in enumerate(self.groups()):
             for name in names:
-                parameter = self._parameters[name]
-                chunk = self._chunk(name)
+                parameter, chunk = self._parameters[name], self._chunks[name]
                 chunks = (chunk,) if chunk.numel else ()
                 local, copied = local_of(parameter), self.copies is not None
                 found.append(Master(chunk.buffer, number, local, chunks, (name,), copied, parameter))
@@ -90,17 +90,17 @@ class Fsdp2State:
     def frozen(self) -> list[Extra]:
         trained = {name for group in self.groups() for name in group}
         return [
-            Extra(PARAM, local_of(parameter), self._chunk(name), replicated=self.copies is not None)
-            for name, parameter in self._parameters.items()
-            if name not in trained and local_of(parameter).numel()
+            Extra(PARAM, local_of(self._parameters[name]), chunk, replicated=self.copies is not None)
+            for name, chunk in self._chunks.items()
+            if name not in trained and chunk.numel
         ]
 
     def weights(self) -> list[Weight]:
         trained, copied = {name for group in self.groups() for name in group}, self.copies is not None
         return [
-            Weight(name, self._chunk(name).start, local_of(parameter).reshape(-1), copied, experts=copied)
-            for name, parameter in self._parameters.items()
-            if name in trained and local_of(parameter).numel()
+            Weight(name, chunk.start, local_of(self._parameters[name]).reshape(-1), copied, experts=copied)
+            for name, chunk in self._chunks.items()
+            if name in trained and chunk.numel
         ]
 
     def begin_install(self) -> None:
