@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 
 from elastic.checkpoint.shards import DTYPE_NAMES, bytes_of
 from elastic.checkpoint.source import ReadRange
@@ -52,12 +53,12 @@ def fetch(objects: Objects, folder: str, reads: Sequence[Request], threads: int)
     """Perform the reads, `threads` at once, from the files in `folder` ("" is the storage's top); returns the bytes."""
     if not reads:
         return 0
-    # Columns of a matrix are a read for each of its rows, which by itself costs less than a job.
+    # Columns of a matrix are a read for each of its rows, which by itself costs less than a job, or an open file.
     together = max(1, len(reads) // (threads * _JOBS_PER_THREAD))
 
     def perform(begin: int) -> None:
-        for read in reads[begin : begin + together]:
-            objects.read_into(f"{folder}/{read.file}" if folder else read.file, read.begin, read.views)
+        for file, parts in groupby(reads[begin : begin + together], key=lambda read: read.file):
+            objects.read_parts(f"{folder}/{file}" if folder else file, [(part.begin, part.views) for part in parts])
 
     with ThreadPoolExecutor(min(threads, len(reads)), "checkpoint-read") as pool:
         jobs = [pool.submit(perform, begin) for begin in range(0, len(reads), together)]

@@ -43,9 +43,13 @@ class LocalObjects:
             return file.read()
 
     def read_into(self, path: str, begin: int, views: Sequence[memoryview]) -> None:
+        self.read_parts(path, [(begin, views)])
+
+    def read_parts(self, path: str, parts: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         with translated(path), open(self._at(path), "rb", buffering=0) as file:
-            for batch in _batches(views):
-                begin += _read_batch(file.fileno(), path, begin, batch)
+            for begin, views in parts:
+                for batch in _batches(views):
+                    begin += _read_batch(file.fileno(), path, begin, batch)
 
     def names(self, folder: str) -> list[str]:
         with translated(folder):

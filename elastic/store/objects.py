@@ -33,6 +33,10 @@ class Objects(Protocol):
         """Fill the views, one after the other, with the bytes from `begin` on."""
         ...
 
+    def read_parts(self, path: str, parts: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """`read_into` of one object for each (begin, views)."""
+        ...
+
     def names(self, folder: str) -> list[str]:
         """The names directly below a folder, of objects and of folders, sorted; empty when there is no such folder."""
         ...

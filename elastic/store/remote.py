@@ -76,6 +76,10 @@ class RemoteObjects:
             view[:] = data[at : at + len(view)]
             at += len(view)
 
+    def read_parts(self, path: str, parts: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        for begin, views in parts:
+            self.read_into(path, begin, views)
+
     def names(self, folder: str) -> list[str]:
         def listed(limits: dict[str, Any]) -> list[str]:
             self._fs.invalidate_cache()

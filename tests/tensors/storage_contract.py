@@ -59,6 +59,18 @@ def test_parts_are_read_into_place(objects: Objects) -> None:
     assert bytes(one) == bytes(range(97, 100))
 
 
+def test_several_places_of_one_object(objects: Objects) -> None:
+    objects.put("x", [bytes(range(100))])
+    parts = [bytearray(3), bytearray(2), bytearray(1)]
+    views = [memoryview(part) for part in parts]
+    objects.read_parts("x", [(90, views[:1]), (4, views[1:2]), (10, views[2:])])
+    assert parts == [bytes(range(90, 93)), bytes(range(4, 6)), bytes([10])]
+    with pytest.raises(IntegrityError, match="x ends at byte 100, but byte 102 is needed"):
+        objects.read_parts("x", [(4, views[:1]), (99, views[:1])])
+    with pytest.raises(IntegrityError, match="y is missing"):
+        objects.read_parts("y", [(0, views[:1])])
+
+
 def test_many_parts_in_one_read(objects: Objects) -> None:
     objects.put("x", [bytes(number % 251 for number in range(6000))])
     parts = [bytearray(2) for _ in range(3000)]

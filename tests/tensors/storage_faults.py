@@ -52,6 +52,10 @@ class FaultyObjects:
         with translated(path):
             return b"".join(bytes(chunk) for chunk in _spoilt([self.inner.get(path)], fault))
 
+    def read_parts(self, path: str, parts: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        for begin, views in parts:
+            self.read_into(path, begin, views)
+
     def read_into(self, path: str, begin: int, views: Sequence[memoryview]) -> None:
         fault = self._fault("read_into", path)
         with translated(path):
