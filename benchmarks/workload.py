@@ -40,6 +40,8 @@ SMALL = Size("small", width=128, layers=4, heads=4, context=64, batch=24, micro=
 LARGE = Size("large", width=512, layers=6, heads=8, context=128, batch=8, micro=4)
 # The same state with little to compute.
 LARGE_LIGHT = Size("large-light", width=512, layers=6, heads=8, context=32, batch=2, micro=1)
+# 85 million parameters, 1.0 GB of masters and moments, with as little to compute as goes.
+BASE = Size("base", width=768, layers=12, heads=12, context=16, batch=12, micro=2)
 # For tests: a second from start to end.
 TINY = Size("tiny", width=32, layers=1, heads=2, context=16, batch=24, micro=8)
 # A billion parameters, for one CUDA device: 2 GB of bf16 weights and 12 GB of masters and moments.
@@ -47,7 +49,7 @@ BILLION = Size("billion", width=2048, layers=20, heads=16, context=512, batch=8,
 # Three billion fill a device of 80 GB: 6 GB of bf16 weights, as much of gradients, and 35 GB of masters and moments. A
 # restore finds no room for a second set of these.
 THREE_BILLION = Size("three-billion", width=3072, layers=26, heads=24, context=512, batch=8, micro=2)
-SIZES = {size.name: size for size in (SMALL, LARGE, LARGE_LIGHT, TINY, BILLION, THREE_BILLION)}
+SIZES = {size.name: size for size in (SMALL, BASE, LARGE, LARGE_LIGHT, TINY, BILLION, THREE_BILLION)}
 
 
 @cache

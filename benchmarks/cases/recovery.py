@@ -13,7 +13,7 @@ from benchmarks.figures import Figure, Target, not_measured, ratio
 from benchmarks.marks import changes, read_marks
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings, timeline
-from benchmarks.workload import SMALL
+from benchmarks.workload import BASE, SMALL, Size
 from elastic.core.mesh import MeshSettings
 from elastic.core.settings import SnapshotSettings
 
@@ -55,8 +55,9 @@ class Plan:
     """One run with one kind of fault, `repetitions` times. `source`: "memory" or "storage".
 
     Without `grows` the run ends with the last recovery and not with the node's return. `set_up_s`: what the training
-    function does before it builds its model. The fault strikes when a step has just been seen to end, or with
-    `any_moment` at a random moment of a step: which one decides whether the newest snapshot is of the step before.
+    function does before it builds its model; `size`: which of the workload's that is. The fault strikes when a step has
+    just been seen to end, or with `any_moment` at a random moment of a step: which one decides whether the newest
+    snapshot is of the step before.
     """
 
     what: str
@@ -70,6 +71,7 @@ class Plan:
     set_up_s: float = 0.0
     any_moment: bool = False
     form: Form = field(default_factory=Form)
+    size: Size = SMALL
 
     @property
     def name(self) -> str:
@@ -79,7 +81,8 @@ class Plan:
     def conditions(self) -> str:
         set_up = f", {self.set_up_s:g} s of set-up" if self.set_up_s else ""
         moment = ", at any moment of a step" if self.any_moment else ""
-        return f"{self.trained}, from {self.source}{set_up}{moment}"
+        size = "" if self.size == SMALL else f", {self.size.name} model"
+        return f"{self.trained}{size}, from {self.source}{set_up}{moment}"
 
     @property
     def trained(self) -> str:
@@ -89,7 +92,7 @@ class Plan:
     @property
     def run_id(self) -> str:
         about = f"{self.fault}-{self.stage}-{self.source}-{self.spares}-{self.set_up_s:g}-{self.any_moment:d}"
-        return f"{about} {self.form.name}".strip().lower().replace("_", "-").replace(" ", "-")
+        return " ".join(filter(None, (about, self.form.name, self.size.name))).lower().replace("_", "-").replace(" ", "-")
 
 
 @dataclass
@@ -114,6 +117,7 @@ def plans(options: Options) -> list[Plan]:
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", some, fast, set_up_s=20.0),
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", killed, fast, any_moment=True),
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 3, "memory", slower, slow, any_moment=True),
+        Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", some, size=BASE),
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
         *(Plan(f"node SIGKILL -> next step, 4 -> {form.left}", "kill_node", 1, "memory", slower, any_moment=any_moment,
                form=form)
@@ -168,7 +172,7 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
         return Found(failure="the time was over before its turn came")
     try:
         cluster.heal()
-        with OwnRun(cluster, made, SMALL.name, plan.stage, set_up_s=plan.set_up_s, form=plan.form.name) as run:
+        with OwnRun(cluster, made, plan.size.name, plan.stage, set_up_s=plan.set_up_s, form=plan.form.name) as run:
             for turn in range(plan.repetitions):
                 if options.over:
                     raise NotMeasured(f"the time was over after {turn} of {plan.repetitions} repetitions")
