@@ -92,7 +92,8 @@ class Plan:
     @property
     def run_id(self) -> str:
         about = f"{self.fault}-{self.stage}-{self.source}-{self.spares}-{self.set_up_s:g}-{self.any_moment:d}"
-        return " ".join(filter(None, (about, self.form.name, self.size.name))).lower().replace("_", "-").replace(" ", "-")
+        words = filter(None, (about, self.form.name, self.size.name))
+        return " ".join(words).lower().replace("_", "-").replace(" ", "-")
 
 
 @dataclass
