@@ -76,8 +76,9 @@ def test_abort_releases_ranks_that_a_frozen_peer_blocks(crew: Crew, tmp_path: Pa
 def test_abort_releases_ranks_in_the_middle_of_exchanges(crew: Crew, tmp_path: Path) -> None:
     """gloo forgets whom it would answer on a connection that cannot be written to any more (elastic/comm/sockets.py):
     two rounds in five once ended with the timeout of the groups."""
+    config = _config(2, tmp_path, by="all-to-all", numbers=8)
     for _ in range(15):
-        crew.begin([0, 1], "exchanges.for_ever", {**_config(2, tmp_path), "numbers": 8}, batch=BATCH)
+        crew.begin([0, 1], "exchanges.for_ever", config, batch=BATCH)
         for number in (0, 1):
             crew.reached(number, "there")
         for number in (0, 1):
@@ -90,11 +91,12 @@ def test_abort_releases_ranks_in_the_middle_of_exchanges(crew: Crew, tmp_path: P
         crew.replace(number)
 
 
-def test_abort_releases_ranks_that_hold_a_half_done_transfer(crew: Crew, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["all-to-all", "messages", "reduce-scatter"])
+def test_abort_releases_ranks_that_hold_a_half_done_transfer(crew: Crew, tmp_path: Path, by: str) -> None:
     """Of megabytes, when a peer is killed (elastic/comm/held_waits.py)."""
-    config = _config(2, tmp_path)
+    config = _config(2, tmp_path, by=by, numbers=12_000_000)
     for _ in range(3):
-        crew.begin([0, 1, 2], "exchanges.for_ever", {**config, "numbers": 12_000_000}, batch=BATCH)
+        crew.begin([0, 1, 2], "exchanges.for_ever", config, batch=BATCH)
         for number in (0, 1, 2):
             crew.reached(number, "there")
         crew.members[2].signal(signal.SIGKILL)

@@ -1,9 +1,11 @@
-"""Waits for collectives of gloo that an abort ends. Works are made up; see also tests/processes/test_generation.py."""
+"""Waits for collectives and messages of gloo that an abort ends. Works are made up; see also
+tests/processes/test_generation.py."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -40,11 +42,13 @@ class Held:
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> HeldWaits:
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWaits]:
     monkeypatch.setattr(held_waits, "_wait", lambda work, *args: work.wait(*args))
     monkeypatch.setattr(held_waits, "_BY_ITSELF_S", 0.0)
     monkeypatch.setattr(held_waits, "_MARGIN_S", 0.0)
-    return HeldWaits(7, 0.0, lambda: [])
+    made = HeldWaits(7, 0.0, lambda: [])
+    yield made
+    made._waiters.end()
 
 
 class Group:
@@ -75,18 +79,63 @@ def test_its_groups_are_kept_until_gloo_has_given_up(waits: HeldWaits) -> None:
     assert gone() is None
 
 
-def test_its_own_error_is_told_and_messages_are_waited_for_as_torch_does(waits: HeldWaits) -> None:
+def test_its_own_error_is_told_and_a_limit_of_the_callers_is_left_to_torch(waits: HeldWaits) -> None:
     waits.abort()
-    with pytest.raises(RuntimeError, match="its own error"):
-        waits._waited(Held(ALL_TO_ALL, ends=True))
-    # A wait with a limit for a message closes its connection.
-    message, limited = Held(SEND), Held(ALL_TO_ALL)
-    with pytest.raises(RuntimeError, match="timed out"):
-        waits._waited(message)
-    assert message.asked == [None]
+    for work in (Held(ALL_TO_ALL, ends=True), Held(SEND, ends=True)):
+        with pytest.raises(RuntimeError, match="its own error"):
+            waits._waited(work)
+    limited = Held(ALL_TO_ALL)
     with pytest.raises(RuntimeError, match="timed out"):
         waits._waited(limited, timedelta(seconds=3))
     assert limited.asked == [timedelta(seconds=3)]
+
+
+def test_a_held_message_is_left_and_its_wait_has_no_limit(waits: HeldWaits) -> None:
+    """A wait with a limit for a message closes its connection when the limit is over."""
+    message, gives_up = Held(SEND), threading.Event()
+
+    def held() -> None:
+        waits.abort()
+        gives_up.wait(20.0)
+
+    message.on_wait = held
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="generation 7 was aborted while gloo held a half-done SEND"):
+        waits._waited(message)
+    assert message.asked == [None]
+    waiting = [thread for thread in set(threading.enumerate()) - before if thread.name == "elastic-message-wait"]
+    assert [thread.daemon for thread in waiting] == [True]
+    waits._waiters.end()
+    gives_up.set()
+    waiting[0].join(20.0)
+    assert not waiting[0].is_alive()
+
+
+def test_messages_are_waited_for_at_once_by_as_many_threads_as_there_are_at_once(waits: HeldWaits) -> None:
+    before = set(threading.enumerate())
+    first, second, third = (Held(SEND) for _ in range(3))
+    second_waits = threading.Event()
+    # The first ends only when the second is waited for, too.
+    first.on_wait = lambda: second_waits.wait(20.0)
+    second.on_wait = second_waits.set
+
+    def wait_for_first() -> None:
+        with pytest.raises(RuntimeError, match="timed out"):
+            waits._waited(first)
+
+    other = threading.Thread(target=wait_for_first)
+    other.start()
+    for work in (second, third):
+        with pytest.raises(RuntimeError, match="timed out"):
+            waits._waited(work)
+    other.join(20.0)
+    assert not other.is_alive()
+    waiting = {thread for thread in set(threading.enumerate()) - before if thread.name == "elastic-message-wait"}
+    assert len(waiting) <= 2
+    waits._waiters.end()
+    for thread in waiting:
+        thread.join(20.0)
+        assert not thread.is_alive()
 
 
 def test_only_waits_between_install_and_remove_are_its_own() -> None:
