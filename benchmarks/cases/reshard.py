@@ -3,6 +3,7 @@ torch need for the same."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from benchmarks import crews
@@ -10,9 +11,13 @@ from benchmarks.children import Children, NotMeasured
 from benchmarks.figures import Figure, Target, not_measured, ratio
 from benchmarks.options import Options
 from benchmarks.workload import LARGE, SMALL
+from elastic.core.sharding.reshard import SourceIndex
+from elastic.core.sharding.zero import zero3_layout
+from elastic.planner.model_shape import parse_model
 
 CASE = "reshard"
 OLD, NEW, STAGE = 4, 3, 1
+PLANNED = 1024
 OWN, DEEPSPEED, DCP = "ray-elastic", "DeepSpeed", "torch DCP"
 # From one mesh to another: ranks, and how many of them share each MLP.
 MESHES = (((4, 2), (3, 1)), ((4, 2), (2, 2)), ((3, 1), (4, 2)))
@@ -21,6 +26,7 @@ MESHES = (((4, 2), (3, 1)), ((4, 2), (2, 2)), ((3, 1), (4, 2)))
 def measure(options: Options) -> list[Figure]:
     folder = options.make_folder("reshard")
     size, times = (SMALL if options.quick else LARGE).name, options.pick(5, 2)
+    plans = _plans(times)
     own: dict[str, Any] = {"size": size, "stage": STAGE, "folder": str(folder / "own")}
     native: dict[str, Any] = {"size": size, "stage": STAGE, "folder": str(folder / "native")}
     for job in (own, native):
@@ -31,7 +37,7 @@ def measure(options: Options) -> list[Figure]:
             same = crews.do(children, "own_load", OLD, times, **own)
             other = crews.do(children, "own_load", NEW, times, **own)
         except NotMeasured as error:
-            return [not_measured(CASE, "reshard from storage", "s", str(error))]
+            return [*plans, not_measured(CASE, "reshard from storage", "s", str(error))]
         figures = _own(size, same, other)
         try:
             crews.do(children, "native_save", OLD, **native)
@@ -41,7 +47,27 @@ def measure(options: Options) -> list[Figure]:
             figures.append(not_measured(CASE, "load at another world size", "s", str(error), subject=DEEPSPEED))
         else:
             figures += _peer(figures, plain, universal)
-    return figures + [figure for mesh in MESHES for figure in _mesh(options, size, times, *mesh)]
+    return figures + [figure for mesh in MESHES for figure in _mesh(options, size, times, *mesh)] + plans
+
+
+def _plans(times: int) -> list[Figure]:
+    """What one rank computes before it reads, in a large world."""
+    tensors = enumerate(parse_model("llama-3-8b").stage_tensors())
+    group = [(f"{number}.{copy}", each.numel) for number, each in tensors for copy in range(each.count)]
+    before, after = (zero3_layout([group], ranks) for ranks in (PLANNED, PLANNED - 1))
+    indexing, planning = [], []
+    for rank in range(times):
+        began = time.perf_counter()
+        index = SourceIndex(before.ranks)
+        indexed = time.perf_counter()
+        index.plan(after.ranks[rank], rank)
+        indexing.append(indexed - began)
+        planning.append(time.perf_counter() - indexed)
+    change = f"Llama 3 8B, ZeRO-3, {PLANNED} -> {PLANNED - 1} ranks"
+    return [
+        Figure(CASE, f"{change}: index of what all ranks hold", "s", tuple(indexing), targets=(Target("median", 0.3),)),
+        Figure(CASE, f"{change}: a rank's plan", "s", tuple(planning), targets=(Target("median", 0.15),)),
+    ]
 
 
 def _mesh(options: Options, size: str, times: int, before: tuple[int, int], after: tuple[int, int]) -> list[Figure]:

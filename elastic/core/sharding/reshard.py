@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add, le
+from typing import Any
 from zlib import crc32
 
 from elastic.core.errors import IntegrityError
@@ -33,19 +35,34 @@ class ReadItem:
 
 
 # All holders of exactly the same interval of a parameter, as (rank, chunk).
-_Holders = list[tuple[int, Chunk]]
+_Holders = Sequence[tuple[int, Chunk]]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter's chunks and the rank of each."""
+
+    ranks: list[int]
+    chunks: list[Chunk]
 
 
 class SourceIndex:
-    """The chunks of all source ranks by parameter. Build it once to plan for several target ranks."""
+    """The chunks of all source ranks by parameter. Build it once to plan for several target ranks.
+
+    In a world of a thousand ranks under stage 3 these are hundreds of thousands of chunks, of which a rank needs a few.
+    """
 
     def __init__(self, sources: Sequence[RankLayout]) -> None:
-        self._chunks: dict[str, list[tuple[int, Chunk]]] = {}
+        self._held: dict[str, _Held] = {}
         # Put in order when a target first asks: under stages 1 and 2 one rank holds few of all the parameters.
-        self._ordered: dict[str, tuple[list[int], list[_Holders]]] = {}
+        self._ordered: dict[str, tuple[Sequence[int], Sequence[_Holders]]] = {}
         for rank, layout in enumerate(sources):
             for chunk in layout.chunks:
-                self._chunks.setdefault(chunk.name, []).append((rank, chunk))
+                held = self._held.get(chunk[0])
+                if held is None:
+                    held = self._held[chunk[0]] = _Held([], [])
+                held.ranks.append(rank)
+                held.chunks.append(chunk)
 
     def plan(self, target: RankLayout, spread: int = 0) -> tuple[ReadItem, ...]:
         """Items that fill every element of the target's chunks exactly once, in order of the target's buffers.
@@ -86,9 +103,9 @@ class SourceIndex:
             name=chunk.name,
         )
 
-    def _intervals(self, name: str) -> tuple[list[int], list[_Holders]]:
+    def _intervals(self, name: str) -> tuple[Sequence[int], Sequence[_Holders]]:
         if name not in self._ordered:
-            self._ordered[name] = _disjointed(self._chunks.get(name, []))
+            self._ordered[name] = _in_order(self._held.get(name, _Held([], [])))
         return self._ordered[name]
 
 
@@ -97,14 +114,36 @@ def plan_rank(sources: Sequence[RankLayout], target: RankLayout, *, spread: int 
     return SourceIndex(sources).plan(target, spread)
 
 
+class _OneEach(Sequence[_Holders]):
+    """Of chunks that each one rank holds; nothing is made of those that nobody asks for."""
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held.ranks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return ((self._held.ranks[index], self._held.chunks[index]),)
+
+
+def _in_order(held: _Held) -> tuple[Sequence[int], Sequence[_Holders]]:
+    """Starts and intervals in order, such that both starts and stops strictly grow."""
+    _, starts, numels, *_ = zip(*held.chunks, strict=True) if held.chunks else ((), (), ())
+    # As ranks hold it where nothing is replicated.
+    if all(map(le, map(add, starts, numels), starts[1:])):
+        return starts, _OneEach(held)
+    return _disjointed(list(zip(held.ranks, held.chunks, strict=True)))
+
+
 def _disjointed(chunks: list[tuple[int, Chunk]]) -> tuple[list[int], list[_Holders]]:
-    """Starts and intervals in order, such that both starts and stops strictly grow.
+    """The same of chunks in any order.
 
     Equal intervals are put together as holders of one. An interval inside another is dropped: the larger one serves.
     Then the last interval that starts at or before an element holds it, if any does.
     """
     starts: list[int] = []
-    held: list[_Holders] = []
+    held: list[list[tuple[int, Chunk]]] = []
     for rank, chunk in sorted(chunks, key=lambda holder: (holder[1].start, -holder[1].stop, holder[0])):
         reached = held[-1][0][1].stop if held else 0
         if held and starts[-1] == chunk.start and reached == chunk.stop:
@@ -112,7 +151,7 @@ def _disjointed(chunks: list[tuple[int, Chunk]]) -> tuple[list[int], list[_Holde
         elif chunk.stop > reached:
             starts.append(chunk.start)
             held.append([(rank, chunk)])
-    return starts, held
+    return starts, list(held)
 
 
 def _continues(first: ReadItem, second: ReadItem) -> bool:
