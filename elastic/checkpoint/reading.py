@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 from elastic.checkpoint.shards import DTYPE_NAMES, bytes_of
@@ -38,14 +39,20 @@ def requests(
     Ranges at most `max_gap_bytes` apart in one file become one read (bytes between are read and dropped); no read is
     longer than `max_bytes`, so that long ones run in parallel.
     """
-    stored = {(shard.rank, tensor.key): (shard.file, tensor) for shard in manifest.shards for tensor in shard.tensors}
+    shards = {shard.rank: shard for shard in manifest.shards}
+
+    # Of a thousand ranks that have each a part of each tensor, a rank reads from few.
+    @cache
+    def stored(rank: int) -> Mapping[str, StoredTensor]:
+        return {tensor.key: tensor for tensor in shards[rank].tensors} if rank in shards else {}
+
     wanted: list[tuple[str, int, memoryview]] = []
     for item in ranges:
-        file, tensor = _find(stored, item, manifest.id)
+        tensor = _find(stored(item.rank), item, manifest.id)
         begin = tensor.begin + item.offset * item.target.element_size()
         view = bytes_of(item.target)
         for at in range(0, len(view), max_bytes):
-            wanted.append((file, begin + at, view[at : at + max_bytes]))
+            wanted.append((shards[item.rank].file, begin + at, view[at : at + max_bytes]))
     return _joined(sorted(wanted, key=lambda part: part[:2]), max_bytes, max_gap_bytes)
 
 
@@ -89,13 +96,11 @@ def _joined(wanted: Sequence[tuple[str, int, memoryview]], max_bytes: int, max_g
     return [*joined, Request(file, first, tuple(views))] if views else joined
 
 
-def _find(
-    stored: dict[tuple[int, str], tuple[str, StoredTensor]], item: ReadRange, checkpoint_id: str
-) -> tuple[str, StoredTensor]:
+def _find(stored: Mapping[str, StoredTensor], item: ReadRange, checkpoint_id: str) -> StoredTensor:
     where = Where(rank=item.rank)
-    if (item.rank, item.key) not in stored:
+    if item.key not in stored:
         raise IntegrityError(f"checkpoint {checkpoint_id} has no tensor {item.key!r} of that rank", where)
-    file, tensor = stored[item.rank, item.key]
+    tensor = stored[item.key]
     if DTYPE_NAMES.get(item.target.dtype) != tensor.dtype:
         raise IntegrityError(f"{item.key!r} is stored as {tensor.dtype}, not as {item.target.dtype}", where)
     if item.target.dim() != 1 or item.target.numel() != item.numel or not item.target.is_contiguous():
@@ -103,4 +108,4 @@ def _find(
     if item.offset < 0 or item.offset + item.numel > tensor.numel:
         stop = item.offset + item.numel
         raise IntegrityError(f"{item.key!r} has {tensor.numel} elements, not [{item.offset}, {stop})", where)
-    return file, tensor
+    return tensor

@@ -8,8 +8,9 @@ not pinned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -66,7 +67,7 @@ def read_checkpoint(
     Raises IntegrityError (the checkpoint lacks something), StorageError, or ModelMismatch (one tensor, two dtypes).
     """
     target = live.held()
-    stored = [by_buffer(shard.tensors) for shard in manifest.shards]
+    stored = cache(lambda source_rank: by_buffer(manifest.shards[source_rank].tensors))
     items = plan_rank([shard.layout for shard in manifest.shards], target, spread=rank)
     dtypes = _dtypes(items, stored)
     # A rank whose part is all padding reads nothing, but its optimizer still has state there.
@@ -84,7 +85,7 @@ def read_checkpoint(
     }
     ranks = [shard.rank for shard in manifest.shards]
     ranges = [
-        read for item in items for read in _ranges(item, ranks[item.source_rank], stored[item.source_rank], tensors)
+        read for item in items for read in _ranges(item, ranks[item.source_rank], stored(item.source_rank), tensors)
     ]
     needed = sum(read.target.numel() * read.target.element_size() for read in ranges)
     return Staged(manifest, tensors, _read(source, manifest, ranges, buffer_bytes), needed)
@@ -167,12 +168,12 @@ def kept_in(manifest: Manifest, shares: Shares) -> dict[str, torch.Tensor]:
     """Memory for the tensors that this rank reads of the checkpoint besides the model's, by name, 1-D.
 
     Raises UsageError where the checkpoint has shares and this run has no use for them."""
-    stored = (tensor for shard in manifest.shards for tensor in shard.tensors)
-    named = ((tensor, tensor.key.split("/", 1)) for tensor in stored)
+    stored = (tensor for shard in manifest.shards for tensor in shard.tensors if tensor.key.startswith(f"{KEPT}/"))
+    named = ((tensor.key.removeprefix(f"{KEPT}/"), tensor) for tensor in stored)
     return {
         name: torch.empty(tensor.numel, dtype=torch_dtype(tensor.dtype))
-        for tensor, (kind, name) in named
-        if kind == KEPT and (not is_share(name) or shares.reads(name))
+        for name, tensor in named
+        if not is_share(name) or shares.reads(name)
     }
 
 
@@ -194,12 +195,14 @@ def by_buffer(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTens
     return found
 
 
-def _dtypes(items: Iterable[ReadItem], stored: list[dict[str, dict[str, StoredTensor]]]) -> dict[str, dict[str, str]]:
-    """Target buffer -> kind -> dtype."""
+def _dtypes(
+    items: Iterable[ReadItem], stored: Callable[[int], Mapping[str, Mapping[str, StoredTensor]]]
+) -> dict[str, dict[str, str]]:
+    """Target buffer -> kind -> dtype. `stored`: of a source rank, by buffer."""
     found: dict[str, dict[str, str]] = {}
     for item in items:
         own = found.setdefault(item.target_buffer, {})
-        for kind, tensor in stored[item.source_rank].get(item.source_buffer, {}).items():
+        for kind, tensor in stored(item.source_rank).get(item.source_buffer, {}).items():
             if own.setdefault(kind, tensor.dtype) != tensor.dtype:
                 raise ModelMismatch(
                     f"the checkpoint holds {kind!r} of {item.name!r} as {tensor.dtype} and of a parameter that shares "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -83,13 +84,13 @@ class _Lane:
     def __init__(self, found: Recut, lane: int, spread: int) -> None:
         self._shards = lane_of(found.whole, lane).shards
         self._index, self._spread = SourceIndex([shard.layout for shard in self._shards]), spread
-        self._kinds = [by_buffer(shard.tensors) for shard in self._shards]
+        self._kinds = cache(lambda source_rank: by_buffer(self._shards[source_rank].tensors))
 
     def ranges(self, part: _Part, targets: Mapping[str, torch.Tensor]) -> Iterator[ReadRange]:
         """The rows of a box, into `targets` of each kind, one after another."""
         chunks = tuple(Chunk(part.name, first, numel, _TARGET, at) for first, numel, at in _stored(part.box))
         for item in self._index.plan(RankLayout(chunks, {}), self._spread):
-            stored: Mapping[str, StoredTensor] = self._kinds[item.source_rank].get(item.source_buffer, {})
+            stored: Mapping[str, StoredTensor] = self._kinds(item.source_rank).get(item.source_buffer, {})
             for kind, tensor in stored.items():
                 target = targets[kind][item.target_offset : item.target_offset + item.numel]
                 rank = self._shards[item.source_rank].rank
