@@ -124,9 +124,8 @@ class Stage3State(ZeroState):
         return first_element(parameter) + start, max(0, min(part, numel - start))
 
 
-def gather(parameters: Iterable[Any], numel: int = 1 << 22) -> None:
-    """Make partitioned parameters whole. Collective; a collective gathers up to `numel` elements of each rank, or one
-    parameter.
+def gather(parameters: Iterable[Any], numel: int = 1 << 24) -> None:
+    """Make partitioned parameters whole. Collective; a collective gathers up to `numel` elements, or one parameter.
 
     The same as DeepSpeed's `parameter.all_gather(parameters)`, which makes a collective of each: fifty of some
     kilobytes take as long as all the rest of a restore where ranks share processors.
@@ -142,11 +141,11 @@ def gather(parameters: Iterable[Any], numel: int = 1 << 22) -> None:
             parameter.all_gather([parameter])
             continue
         kind = (id(parameter.ds_process_group), parameter.ds_tensor.dtype)
-        if filled[kind] + parameter.ds_tensor.numel() > numel:
+        if filled[kind] + parameter.ds_numel > numel:
             _gather_bundle(bundles.pop(kind, []))
             del filled[kind]
         bundles[kind].append(parameter)
-        filled[kind] += parameter.ds_tensor.numel()
+        filled[kind] += parameter.ds_numel
         parameter.ds_status = ZeroParamStatus.AVAILABLE
     for bundle in bundles.values():
         _gather_bundle(bundle)
@@ -155,7 +154,10 @@ def gather(parameters: Iterable[Any], numel: int = 1 << 22) -> None:
 def _gather_bundle(parameters: list[Any]) -> None:
     if not parameters:
         return
-    group, device = parameters[0].ds_process_group, parameters[0].device
+    from deepspeed.accelerator import get_accelerator
+
+    # Parts may lie in host memory.
+    group, device = parameters[0].ds_process_group, get_accelerator().current_device_name()
     own = torch.cat([parameter.ds_tensor.data.to(device).reshape(-1) for parameter in parameters])
     parts = own.new_empty(dist.get_world_size(group), own.numel())
     dist.all_gather_into_tensor(parts.view(-1), own, group=group)
