@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,8 @@ def run(folder: Path, run_id: str, *more: str, job: Path = JOB, nodes: int = NOD
     """Through the command line, its progress shown live; False if the run did not reach its end."""
     command = ["run", str(job), "--nodes", str(nodes), "--run-id", run_id, "--storage", str(folder)]
     command += ["--summary", str(folder / f"{run_id}.json"), *more]
+    # Whoever ends the demo ends the run, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     say(f"\n{run_id}: elastic run {os.path.relpath(job, ROOT)} --nodes {nodes} {' '.join(more)}".rstrip())
     with open(folder / f"{run_id}.txt", "wb") as report:
         # In a session of its own, since Ctrl-C in a terminal makes `elastic run` leave its run to the background.
@@ -72,7 +75,7 @@ def run(folder: Path, run_id: str, *more: str, job: Path = JOB, nodes: int = NOD
         )
         try:
             return child.wait() == 0
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             # The local cluster ends with its last owner.
             child.kill()
             child.wait()
