@@ -54,14 +54,12 @@ def gather_skipped() -> Change:
 
 
 def persistent_stale() -> Change:
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Wrapper
-
-    def epilogue(original: Any, self: Any) -> None:
-        original(self)
-        for parameter in self.persistent_parameters:
+    def gather(original: Any, parameters: Any) -> None:
+        original(parameters)
+        for parameter in parameters:
             parameter.data.add_(1.0)
 
-    return changed(Wrapper, "checkpoint_event_epilogue", epilogue)
+    return changed(modules().stage3, "gather", gather)
 
 
 def replica_kept() -> Change:

@@ -154,13 +154,14 @@ def gather(parameters: Iterable[Any], numel: int = 1 << 24) -> None:
 def _gather_bundle(parameters: list[Any]) -> None:
     if not parameters:
         return
+    from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
     # Parts may lie in host memory.
     group, device = parameters[0].ds_process_group, get_accelerator().current_device_name()
     own = torch.cat([parameter.ds_tensor.data.to(device).reshape(-1) for parameter in parameters])
     parts = own.new_empty(dist.get_world_size(group), own.numel())
-    dist.all_gather_into_tensor(parts.view(-1), own, group=group)
+    comm.all_gather_into_tensor(parts.view(-1), own, group=group)
     sizes = [parameter.ds_tensor.numel() for parameter in parameters]
     for parameter, part in zip(parameters, torch.split(parts, sizes, dim=1), strict=True):
         # A copy, as each is freed by itself.
