@@ -71,7 +71,8 @@ class Weight:
 
     `whole`: all that any rank has of it for its forward passes, so that other ranks have copies: all ranks, or with
     `experts` those with the same experts or shard (`ShardedState.copies`), with `sliced` those with the same slices.
-    Where each expert is a tensor by itself, those of other ranks are here without elements."""
+    Where each expert is a tensor by itself, those of other ranks are here without elements; where ranks have copies of
+    a shard, what it has no rows of, too."""
 
     name: str
     start: int

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import trainings
+from torch.distributed.tensor import DTensor
 
 import elastic
 
@@ -21,9 +22,9 @@ def train(config: dict[str, Any]) -> None:
 
 
 def drift(engine: Any, what: str) -> None:
-    """This rank's copy of a parameter's shard, or of what the optimizer keeps of it ("exp_avg/NAME")."""
+    """This rank's copy of a parameter's shard, or of what the optimizer keeps of it ("exp_avg/NAME", "step/NAME")."""
     kind, name = what.split("/")
-    parameter: Any = engine.module.get_parameter(name)
+    parameter: Any = dict(engine.module.named_parameters())[name]
     with torch.no_grad():
         kept = parameter if kind == "master" else engine.optimizer.state[parameter][kind]
-        kept.to_local().mul_(1.1)
+        (kept.to_local() if isinstance(kept, DTensor) else kept).mul_(1.1)

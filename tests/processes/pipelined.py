@@ -50,7 +50,7 @@ class Loss:
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         context = elastic.get_context()
-        if self._config.get("at") == context.step and context.world_size == 4:
+        if self._config.get("at") == context.step and context.world_size == self._config.get("ranks", 4):
             crew.point("there")
             if context.rank in self._config["victims"]:
                 crew.stay()

@@ -11,6 +11,7 @@ import sharing_model
 import torch
 import trainings
 from expert_model import BALANCE
+from hybrid import drift
 from layered_model import plan
 from pipeline_model import BLOCKS
 from pipelined import Loss, content
@@ -77,14 +78,6 @@ def tp_plan(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def drift(engine: Any, config: dict[str, Any]) -> None:
-    """One stage's copies of a parameter."""
-    coordinates = elastic.get_context().coordinates
-    if all(coordinates[axis] == at for axis, at in config["where"].items()):
-        with torch.no_grad():
-            dict(engine.module.named_parameters())[config["drifts"]].mul_(1.1)
-
-
 def train(config: dict[str, Any]) -> None:
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
@@ -93,8 +86,9 @@ def train(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for batches in loader:
             losses.append(float(engine.train_batch(batches)))
-            if config.get("drifts after") == elastic.get_context().step:
-                drift(engine, config)
+            context = elastic.get_context()
+            if config.get("drifts after") == context.step and context.rank in config["drift"]:
+                drift(engine, config["drifts"])
     count = 2 + (elastic.get_context().coordinates["dp"] if config.get("evaluates unevenly") else 0)
     contents = [content(range(2 * number, 2 * number + 2)) for number in range(count)]
     evaluated = engine.eval_batch(iter(contents), num_micro_batches=count)

@@ -118,6 +118,17 @@ def test_copies_of_shards_with_shared_sequences_equal_one_rank(crew: Crew, tmp_p
     assert _distance(whole.state(), Run(tmp_path / "moved", moved).state()) <= ALLOWED
 
 
+@pytest.mark.slow
+def test_copies_of_shards_of_which_some_have_no_rows_equal_one_rank(eight: Crew, tmp_path: Path) -> None:
+    """The model has a parameter of three rows: two copies of four shards; four ranks without copies; copies again."""
+    config = {"engine": "fsdp2", "fsdp2": {"shard_workers": 4}}
+    whole = Run(tmp_path / "whole", cells.through(eight, tmp_path / "whole", "trainings.train", config, cells.WHOLE))
+    parts = ((range(8), 3), ((5, 0, 6, 3), 5), ((1, 7, 0, 2, 6, 5, 3, 4), None))
+    moved = Run(tmp_path / "moved", cells.through(eight, tmp_path / "moved", "trainings.train", config, parts))
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state()) <= ALLOWED
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "sentence"),
     [

@@ -100,7 +100,8 @@ class Fsdp2State:
         return [
             Weight(name, chunk.start, local_of(self._parameters[name]).reshape(-1), copied, experts=copied)
             for name, chunk in self._chunks.items()
-            if name in trained and chunk.numel
+            # Ranks with one shard compare, and so name, all of it, rows or not, as those of other shards do.
+            if name in trained and (chunk.numel or copied)
         ]
 
     def begin_install(self) -> None:

@@ -19,7 +19,7 @@ from elastic.comm.lanes import Lanes
 from elastic.core.errors import IntegrityError
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, Master, ShardedState, Weight
+from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, ShardedState, Weight
 from elastic.training.state.verification import listed
 from elastic.training.state.verify_weights import MASK63, fingerprints
 
@@ -61,7 +61,7 @@ class Replicas:
         beside = {what: tensor for what, tensor in derived.items() if what not in uncut}
         tensors = carried | _sample(everywhere, turn) | _sample(beside, turn)
         hashes = dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
-        hashes |= {what: _hash(text) for what, text in _texts(engine, state, inventory.masters).items()}
+        hashes |= {what: _hash(text) for what, text in _texts(engine, state, inventory).items()}
         experts = {_WEIGHTS + weight.name for weight in weights if weight.experts and state.copies is not None}
         if state.once is not None:
             experts |= {what for what in carried if not what.startswith(f"{KEPT}/")}
@@ -203,20 +203,13 @@ def _sample(tensors: Mapping[str, torch.Tensor], turn: int | None) -> dict[str, 
     return bins[turn % len(bins)]
 
 
-def _texts(engine: Engine, state: ShardedState, masters: Iterable[Master]) -> dict[str, str]:
+def _texts(engine: Engine, state: ShardedState, inventory: Inventory) -> dict[str, str]:
     """What is no tensor, read from where it lives: name -> text, with the same names on every rank."""
     base, extra = state.base, engine.extra_state()
-    scalars: dict[str, dict[str, object]] = {}
-    for master in masters:
-        scalars[master.buffer] = {
-            key: value
-            for key, value in (base.state.get(master.tensor) or {}).items()
-            if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != master.tensor.numel()
-        }
-    read = iter(numbers([value for kept in scalars.values() for value in kept.values()]))
+    read = iter(numbers([value for kept in inventory.states for value in kept.scalars.values()]))
     found = {
-        f"optimizer scalars of {buffer}": repr(sorted((key, next(read)) for key in kept))
-        for buffer, kept in scalars.items()
+        f"optimizer scalars of {master.buffer}": repr(sorted((key, next(read)) for key in kept.scalars))
+        for master, kept in zip(inventory.masters, inventory.states, strict=True)
     }
     for number, group in enumerate(base.param_groups):
         hyper = ((key, _plain(value)) for key, value in group.items() if key != "params")
