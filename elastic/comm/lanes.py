@@ -33,12 +33,17 @@ class Lanes:
     slices: int = 1
 
     @classmethod
-    def of_copies(cls, copies: dist.ProcessGroup, every: Agreement, device: torch.device, axis: str) -> Lanes:
-        """Of ranks that share experts, or shards of everything: `copies` is the group of those with the same ones as
-        this. Not collective."""
-        own = Agreement(copies, device)
+    def of_copies(
+        cls, copies: dist.ProcessGroup, lanes: Lanes, device: torch.device, shard: int | None = None
+    ) -> Lanes:
+        """Of ranks that share experts, or have shards of all that their stage has: this one has `shard`. `copies` is
+        the group of those with the same ones as this. Not collective."""
+        every, own = lanes.every, Agreement(copies, device)
         count = every.world_size // own.world_size
-        return cls(every, own, count, every.rank % count, axis)
+        if shard is None:
+            return cls(every, own, count, every.rank % count, "expert")
+        axis = "shard" if lanes.stages == 1 else "pipeline and shard"
+        return cls(every, own, count, lanes.stage * (count // lanes.stages) + shard, axis)
 
     @classmethod
     def of_islands(cls, apart: Apart, every: Agreement, device: torch.device) -> Lanes:

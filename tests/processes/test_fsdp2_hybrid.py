@@ -13,7 +13,9 @@ import cells
 import pytest
 from cells import Run
 from crew import Crew
+from test_fsdp2_pipeline import FSDP2, LOOPED, assert_survivors_go_on, later, through_stages
 from test_oracle import BATCH, _distance
+from test_sequences_and_stages import assert_equal
 from test_tensor_parallel import ALLOWED, STOP
 
 from elastic.checkpoint.storage import CheckpointStore
@@ -129,12 +131,94 @@ def test_copies_of_shards_of_which_some_have_no_rows_equal_one_rank(eight: Crew,
     assert _distance(whole.state(), moved.state()) <= ALLOWED
 
 
+STAGED: dict[str, Any] = {**FSDP2, "fsdp2": {"shard_workers": 2}, "tied": True}
+OF_STAGE = "shards over 2 workers of a stage, sums over 2 copies of each"
+NO_COPIES = "shards over all workers of a stage: 3 are not several whole groups of 2 (fsdp2.shard_workers)"
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh"),
+    [
+        pytest.param({"dropout": 0.2}, {}, id="tied-dropout"),
+        pytest.param({**LOOPED, "tied": False}, {}, id="interleaved", marks=SLOW),
+        pytest.param({**LOOPED, "fsdp2": later("DualPipeV")}, {}, id="dualpipev", marks=SLOW),
+        pytest.param({"fsdp2": {"pipeline_schedule": "GPipe"}, "sequences": True}, {"sp": 2}, id="sp", marks=SLOW),
+    ],
+)
+def test_copies_of_shards_of_stages_equal_one_rank_with_all_layers(
+    eight: Crew, tmp_path: Path, config: dict[str, Any], mesh: dict[str, int]
+) -> None:
+    """Two copies of two shards of two stages; no copies on three or on two ranks of each stage; two copies again; what
+    they have saved, without stages and copies."""
+    config = {**STAGED, **config, "fsdp2": {**config.get("fsdp2", {}), **STAGED["fsdp2"]}}
+    one = cells.through(eight, tmp_path / "one", "staged.train", config, cells.WHOLE, anomalies=STOP)
+    fewer = [((5, 0, 6, 3, 1, 2), 2, 3)] if not mesh else []
+    parts = [(range(8), 2, 2), *fewer, ((5, 0, 6, 3), 2, 5), ((1, 7, 0, 2, 6, 5, 3, 4), 2, 7), ((3, 2), 1, None, {})]
+    moved = through_stages(eight, tmp_path / "moved", config, parts, **mesh)
+    assert_equal(Run(tmp_path / "one", one), moved)
+    told = [report.travel for outcome in moved.outcomes for report in outcome.reports if report.travel]
+    assert told == [OF_STAGE, *(NO_COPIES for _ in fewer), OF_STAGE]
+
+
+@pytest.mark.slow
+def test_copies_of_shards_of_slices_of_stages_equal_one_rank_with_all_layers(tmp_path: Path) -> None:
+    """Sixteen ranks: two copies of two shards of two slices of two stages; eight: none; the same: two copies of two
+    shards of two slices of all layers; sixteen again."""
+    sixteen = Crew(16)
+    config = {**STAGED, "fsdp2": {"shard_workers": 4}, "plan": "all", "precision": "float64"}
+    half = (9, 0, 3, 12, 1, 5, 7, 15)
+    parts = ((range(16), 2, 2), (half, 2, 4), (half, 1, 6), (range(15, -1, -1), 2, None))
+    try:
+        one = cells.through(sixteen, tmp_path / "one", "staged.train", config, cells.WHOLE, anomalies=STOP)
+        moved = through_stages(sixteen, tmp_path / "moved", config, parts, tp=2)
+    finally:
+        sixteen.close()
+    assert_equal(Run(tmp_path / "one", one), moved)
+    told = [report.travel for outcome in moved.outcomes for report in outcome.reports if report.travel]
+    of_stage = COPIES.replace("workers", "workers of a stage")
+    assert told == [of_stage, COPIES, of_stage]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_a_copy_of_a_stage_is_survived(eight: Crew, tmp_path: Path) -> None:
+    """While rank 0 waits for a gradient of it; three ranks of each stage without copies; two copies again."""
+    then = (3, 0, 7, 2, 4, 5)
+    generations = assert_survivors_go_on(eight, tmp_path, {**STAGED, "dropout": 0.2}, waits=(0, 2), then=then)
+    told = [[report.travel for report in outcomes[0].reports if report.travel] for outcomes in generations]
+    assert told == [[NO_COPIES], [OF_STAGE]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "drift", "said", "elsewhere"),
+    [
+        ("master/norm.weight", [5], "master/norm.weight on rank 5 differs", "pipeline and shard coordinate 2"),
+        ("exp_avg/embed.weight", [2], "exp_avg/embed.weight on rank 6 differs", "pipeline and shard coordinate 1"),
+        ("step/norm.weight", [1, 5], "optimizer scalars of norm.weight on rank 3, 7", "pipeline coordinate 1"),
+    ],
+)
+def test_copies_within_a_stage_that_drift_apart_are_told_on_all_ranks(
+    eight: Crew, tmp_path: Path, what: str, drift: list[int], said: str, elsewhere: str
+) -> None:
+    """Of two stages with two copies of two shards each: of one rank, and of all that have a shard."""
+    config = {**STAGED, "drifts after": 2, "drifts": what, "drift": drift, "url": str(tmp_path)}
+    outcomes = eight.run(range(8), "staged.train", config, end_at=2, pp=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
+    concerned = [rank for rank, outcome in enumerate(outcomes) if said in outcome.result.message]
+    assert concerned == ([1, 3, 5, 7] if "step" in what else [drift[0] % 4, drift[0] % 4 + 4])
+    for rank in set(range(8)) - set(concerned):
+        assert elsewhere in outcomes[rank].result.message
+    assert not CheckpointStore(str(tmp_path), "run").list()
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "sentence"),
     [
         ({"fsdp2": {"shard_workers": 1}}, {}, "shard_workers must be a whole number of workers, at least 2, got 1"),
         (TWO, {"tp": 2}, "shard_workers is 2, and mesh: {tp: 2} makes cells of 2 workers: give several whole cells"),
-        (TWO, {"pp": 2}, "fsdp2: shard_workers is not supported with mesh: {pp: 2}; leave one"),
+        (TWO, {"tp": 2, "pp": 2}, "is 2, and mesh: {tp: 2} makes cells of 2 workers: give several whole cells"),
+        (TWO, {"ep": 2}, "fsdp2: shard_workers is not supported with mesh: {ep: 2}; leave one"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

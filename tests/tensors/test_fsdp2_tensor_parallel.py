@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from elastic.comm.lanes import Lanes
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.core.sharding.cuts import Cut
@@ -143,19 +144,21 @@ def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "sp", "tp", "pp"),
+    ("rank", "size", "sp", "tp", "pp", "workers"),
     [
-        *((5, 8, 2, 2, 2), (3, 8, 2, 1, 4), (17, 24, 3, 2, 2)),
-        *((519, 1024, 4, 8, 2), (1023, 1024, 2, 1, 8), (640, 960, 4, 2, 5)),
+        *((5, 8, 2, 2, 2, None), (3, 8, 2, 1, 4, None), (17, 24, 3, 2, 2, None)),
+        *((519, 1024, 4, 8, 2, None), (1023, 1024, 2, 1, 8, None), (640, 960, 4, 2, 5, None)),
+        *((6, 8, 1, 1, 2, 2), (5, 8, 1, 1, 2, 4), (5, 8, 2, 1, 2, 2), (13, 16, 2, 2, 2, 4), (7, 12, 2, 1, 2, 3)),
+        *((519, 1024, 4, 8, 2, 64), (1023, 1024, 2, 1, 8, 16), (640, 960, 4, 2, 5, 48)),
     ],
 )
 def test_groups_of_a_rank_with_stages_are_those_of_its_coordinates(
-    world: Any, rank: int, size: int, sp: int, tp: int, pp: int
+    world: Any, rank: int, size: int, sp: int, tp: int, pp: int, workers: int | None
 ) -> None:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     mesh = Mesh.of(size, sp, tp, pp=pp)
     cell = dist.new_group(list(mesh.along("tp", rank)), use_local_synchronization=True) if tp > 1 else None
-    meshes = make_meshes(CPU, cell, mesh)
+    meshes = make_meshes(CPU, cell, mesh, workers)
     assert meshes.pp is not None
     assert dist.get_process_group_ranks(meshes.pp) == list(mesh.along("pp", rank))
     lane = [other for other in range(size) if mesh.lane(other) == mesh.lane(rank)]
@@ -163,6 +166,18 @@ def test_groups_of_a_rank_with_stages_are_those_of_its_coordinates(
     assert (meshes.dp.get_local_rank(), meshes.lanes) == (mesh.data(rank) * sp + mesh.sequence(rank), tp * pp)
     own = None if meshes.tp is None else dist.get_process_group_ranks(meshes.tp.get_group())
     assert own == (list(mesh.along("tp", rank)) if tp > 1 else None)
+    shards = len(lane) if workers is None else workers // tp
+    assert (
+        dist.get_process_group_ranks(meshes.shards.get_group())
+        == (lane[lane.index(rank) // shards * shards :][:shards])
+    )
+    alike = lane[lane.index(rank) % shards :: shards]
+    copies = [rank] if meshes.copies is None else dist.get_process_group_ranks(meshes.copies)
+    assert copies == alike
+    if meshes.copies is not None and workers is not None:
+        shard = lane.index(rank) % shards * tp + mesh.tensor(rank)
+        among = Lanes.of_copies(meshes.copies, Lanes.of(meshes.dp.get_group(), CPU, mesh), CPU, shard)
+        assert (among.index, among.count) == (mesh.stage(rank) * workers + shard, pp * workers)
 
 
 def assert_torch_says_so(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:

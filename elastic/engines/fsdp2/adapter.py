@@ -144,13 +144,7 @@ class Fsdp2Adapter:
             self.ledger.name_axis(meshes.copies, COPIES)
             self.ledger.name_axis(meshes.shards.get_group(), SHARD)
             self._counted.install_all_reduce()
-            copies = meshes.copies.size()
-            self.ledger.remark = f"shards over {native.world_size // copies} workers, sums over {copies} copies of each"
-        elif (wanted := resolved.native["shard_workers"]) is not None and wanted != native.world_size:
-            self.ledger.remark = (
-                f"shards over all workers: {native.world_size} are not several whole groups of {wanted} "
-                "(fsdp2.shard_workers)"
-            )
+        self.ledger.remark = _grouped(meshes, native.world_size, resolved.native["shard_workers"])
         if meshes.experts is not None:
             assert meshes.exchange is not None
             self.ledger.name_axis(meshes.exchange, EXPERTS)
@@ -302,6 +296,20 @@ class Fsdp2Adapter:
         self._whole_gradients = None
         self._output.forget()
         self.module = torch.nn.Identity()
+
+
+def _grouped(meshes: Meshes, world_size: int, wanted: int | None) -> str:
+    """In words over how many workers shards lie where a run has asked for copies of them; "" where as ever."""
+    stages = 1 if meshes.pp is None else meshes.pp.size()
+    workers, of_stage = world_size // stages, " of a stage" if stages > 1 else ""
+    if meshes.copies is not None:
+        copies = meshes.copies.size()
+        return f"shards over {workers // copies} workers{of_stage}, sums over {copies} copies of each"
+    if wanted in (None, workers):
+        return ""
+    return (
+        f"shards over all workers{of_stage}: {workers} are not several whole groups of {wanted} (fsdp2.shard_workers)"
+    )
 
 
 def _read_scheduler(scheduler: Any) -> Json:

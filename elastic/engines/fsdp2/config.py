@@ -37,12 +37,12 @@ class Options:
     are reduced in, as of torch's MixedPrecisionPolicy; None for the parameters' own. `shard`: class names of modules
     that are sharded (and gathered) each by itself; None: those that the model names (`_no_split_modules`), else the
     elements of its ModuleLists. `reshard_after_forward`: free the gathered parameters of these between forward and
-    backward. `shard_workers`: so many neighbouring workers have the model once between them, and every such group has
-    it (torch's HSDP); a world of other than several whole groups is one group, as with None. `cpu_offload`: shards,
-    gradients and optimizer states lie in host memory. `optimizer`: {"type": a class of torch.optim, "params": its
-    arguments}, for scripts that pass no optimizer. `pipeline_schedule`: in which order the stages of a pipeline compute
-    a step's micro-batches. `pipeline_stages_per_rank`: how many each rank has, in a schedule for several; None: what is
-    usual with the schedule.
+    backward. `shard_workers`: so many neighbouring workers have the model once between them, or with a pipeline so many
+    of a stage its layers, and every such group has it (torch's HSDP); where there are other than several whole groups
+    all are one, as with None. `cpu_offload`: shards, gradients and optimizer states lie in host memory. `optimizer`:
+    {"type": a class of torch.optim, "params": its arguments}, for scripts that pass no optimizer. `pipeline_schedule`:
+    in which order the stages of a pipeline compute a step's micro-batches. `pipeline_stages_per_rank`: how many each
+    rank has, in a schedule for several; None: what is usual with the schedule.
     """
 
     global_batch: int | None = None
@@ -97,11 +97,10 @@ def _refuse_schedule(options: Options) -> None:
         )
 
 
-def refuse_copies(options: Options, tp: int, pp: int, ep: int = 1) -> None:
-    """Raises UsageError for copies of shards of other than several whole cells, or where ranks share experts or have
-    other layers."""
+def refuse_copies(options: Options, tp: int, pp: int, ep: int) -> None:
+    """Raises UsageError for copies of shards of other than several whole cells, or where ranks share experts."""
     workers = options.shard_workers
-    if workers is not None and max(pp, ep) > 1:
+    if workers is not None and ep > 1:
         raise UsageError(
             f"fsdp2: shard_workers is not supported with {described(1, tp, ep, pp)}; leave one of them out"
         )

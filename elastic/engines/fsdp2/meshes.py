@@ -90,26 +90,29 @@ def make_meshes(
 ) -> Meshes:
     """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do.
     `stages`: the ranks as a grid, of whom some share the layers; None: the model is no pipeline. `shard_workers`: so
-    many neighbouring ranks, whole cells, have the model once, where the world is several times as many, not with
-    stages. `experts`: the ranks as a grid, of whom some share the experts of their stage, here or in other generations,
-    not with copies; None: none do. Collective where ranks share or have copies.
+    many neighbouring ranks of a stage, whole cells, have its layers once, where it has several times as many.
+    `experts`: the ranks as a grid, of whom some share the experts of their stage, here or in other generations, not
+    with copies; None: none do. Collective where ranks share or have copies.
     """
-    world = dist.group.WORLD
+    world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None, "the generation has no process group"
     forget_meshes()
-    if stages is not None:
-        return _with_experts(device, _of_stages(device, cell, stages), cell, experts)
     tp = 1 if cell is None else cell.size()
-    own, ranks, cells = world, torch.arange(dist.get_world_size()), [] if cell is None else [cell]
-    if cell is not None:
+    ranks = torch.arange(dist.get_world_size()) if stages is None else _of_own_stage(stages)
+    at, cells = int((ranks == rank).nonzero()), [] if cell is None else [cell]
+    own, pipeline = world, None
+    if cell is not None or stages is not None:
         # Known to its members alone: thousands of lanes are not made on every rank.
-        own = dist.new_group(ranks[dist.get_rank() % tp :: tp].tolist(), use_local_synchronization=True)
+        own = dist.new_group(ranks[at % tp :: tp].tolist(), use_local_synchronization=True)
+    if stages is not None:
+        pipeline = dist.new_group(list(stages.along("pp", rank)), use_local_synchronization=True)
     if shard_workers is not None and shard_workers < ranks.numel() and ranks.numel() % shard_workers == 0:
         dp = DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",))
-        whole = _whole(device, [*_copies(ranks, shard_workers, tp), *cells], ranks.view(-1, shard_workers // tp, tp))
-        return Meshes(dp, None if cell is None else whole["tp"], hybrid=whole[COPIES, SHARD])
+        grid = ranks.view(-1, shard_workers // tp, tp)
+        whole = _whole(device, [*_copies(grid), *cells], grid)
+        return Meshes(dp, None if cell is None else whole["tp"], pipeline, whole[COPIES, SHARD])
     whole = _whole(device, [own, *cells], ranks.view(-1, tp))
-    return _with_experts(device, Meshes(whole["dp"], None if cell is None else whole["tp"]), cell, experts)
+    return _with_experts(device, Meshes(whole["dp"], None if cell is None else whole["tp"], pipeline), cell, experts)
 
 
 def _with_experts(device: torch.device, meshes: Meshes, cell: dist.ProcessGroup | None, mesh: Mesh | None) -> Meshes:
@@ -133,29 +136,18 @@ def _with_experts(device: torch.device, meshes: Meshes, cell: dist.ProcessGroup 
 
 
 def _whole(device: torch.device, groups: list[dist.ProcessGroup], ranks: torch.Tensor) -> DeviceMesh:
-    """Over all ranks. Without a group for the last axis of `ranks` nobody shares layers."""
+    """Over all ranks of a stage. Without a group for the last axis of `ranks` nobody shares layers."""
     names = ("dp", "tp") if ranks.dim() == 2 else (COPIES, SHARD, "tp")
     ranks = ranks if len(groups) == ranks.dim() else ranks.squeeze(-1)
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names[: len(groups)])
 
 
-def _copies(ranks: torch.Tensor, workers: int, tp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _copies(grid: torch.Tensor) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Those with the same shard as this one, and those that have what its lane has once between them."""
-    rank, grid = dist.get_rank(), ranks.view(-1, workers // tp, tp)
-    copies = dist.new_group(grid[:, rank % workers // tp, rank % tp].tolist(), use_local_synchronization=True)
-    shards = dist.new_group(grid[rank // workers, :, rank % tp].tolist(), use_local_synchronization=True)
+    copy, shard, slice_ = (int(where) for where in (grid == dist.get_rank()).nonzero()[0])
+    copies = dist.new_group(grid[:, shard, slice_].tolist(), use_local_synchronization=True)
+    shards = dist.new_group(grid[copy, :, slice_].tolist(), use_local_synchronization=True)
     return copies, shards
-
-
-def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, mesh: Mesh) -> Meshes:
-    rank = dist.get_rank()
-    ranks = _of_own_stage(mesh).view(-1, mesh.tp)
-    own = dist.new_group(ranks[:, mesh.tensor(rank)].tolist(), use_local_synchronization=True)
-    pipeline = dist.new_group(list(mesh.along("pp", rank)), use_local_synchronization=True)
-    if cell is None:
-        return Meshes(DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",)), pp=pipeline)
-    whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
-    return Meshes(whole["dp"], whole["tp"], pipeline)
 
 
 def _of_own_stage(mesh: Mesh) -> torch.Tensor:

@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -100,8 +101,8 @@ class EngineState:
         self._engine = engine
         self.sharded = engine.state()
         copies = self.sharded.copies
-        axis = "expert" if self.sharded.once is None else "shard"
-        self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes.every, engine.device, axis)
+        shard = None if self.sharded.once is None else self.sharded.part[1]
+        self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes, engine.device, shard)
         live = {master.group: master.tensor for master in self.sharded.masters()}
         try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
@@ -383,16 +384,19 @@ class EngineState:
 
     def marks(self, replicas: Replicas | None) -> list[int]:
         """Numbers whose least over all ranks `require_equal` understands; None: they will not be looked at."""
+        everywhere, own, beside = (0, 0, 0) if replicas is None else replicas.fingerprints()
+        found = [*self.copies.low_and_high(everywhere, own), *self.lanes.low_and_high(0, beside)]
         if replicas is None:
-            return [*self.copies.low_and_high(0, 0), *(0 for _ in tied_parts(self.sharded) for _ in range(2))]
-        return [*self.copies.low_and_high(*replicas.fingerprints()), *marks_of_tied(self.sharded)]
+            return found + [0 for _ in tied_parts(self.sharded) for _ in range(2)]
+        return found + marks_of_tied(self.sharded)
 
     def require_equal(self, least: Sequence[int], replicas: Replicas | None) -> None:
         """Raises IntegrityError, on all ranks, where copies differ."""
         if replicas is not None:
-            tied = 2 * len(tied_parts(self.sharded))
-            self.copies.require_equal(least[: len(least) - tied], replicas.difference)
-            require_tied(self.sharded, least[len(least) - tied :])
+            lanes, tied = 2 + 2 * self.copies.count, len(least) - 2 * len(tied_parts(self.sharded))
+            self.copies.require_equal(least[:lanes], replicas.difference)
+            self.lanes.require_equal(least[lanes:tied], partial(replicas.difference, beside=True))
+            require_tied(self.sharded, least[tied:])
 
     def replicas(self, turn: int | None = None) -> Replicas | None:
         """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""

@@ -66,20 +66,24 @@ class Replicas:
         if state.once is not None:
             experts |= {what for what in carried if not what.startswith(f"{KEPT}/")}
         own = experts if apart is None else {what for what in tensors if apart.weights or _of_optimizer(what)}
+        of_stage: set[str] = set()
         if lanes.stages > 1:
-            own = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}
+            of_stage = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}
+            own = of_stage if state.once is None else own
         elif lanes.count > 1 and state.once is None:
             own = hashes.keys() - uncut
         self._own = {what: value for what, value in hashes.items() if what in own}
-        self._everywhere = {what: value for what, value in hashes.items() if what not in self._own}
+        self._beside = {what: value for what, value in hashes.items() if what in of_stage - own}
+        self._everywhere = {what: value for what, value in hashes.items() if what not in own | of_stage}
 
-    def fingerprints(self) -> tuple[int, int]:
-        """Numbers of 63 bits: one for what all ranks have copies of, one for what those of this lane have."""
-        return _hash(repr(self._everywhere)), _hash(repr(self._own))
+    def fingerprints(self) -> tuple[int, int, int]:
+        """Numbers of 63 bits: for what all ranks have copies of, for what those of this lane have or with its shard,
+        and where there are such and stages, for what the others of this stage have, too."""
+        return _hash(repr(self._everywhere)), _hash(repr(self._own)), _hash(repr(self._beside))
 
-    def difference(self, agreement: Agreement, everywhere: bool) -> IntegrityError:
+    def difference(self, agreement: Agreement, everywhere: bool, beside: bool = False) -> IntegrityError:
         """After fingerprints were found to differ: which rank's copy of what. Collective; every rank gets the same."""
-        values = self._everywhere if everywhere else self._own
+        values = self._everywhere if everywhere else self._beside if beside else self._own
         # Where ranks hold different things, there is nothing to compare one by one.
         lists = [hashed for (hashed,) in agreement.by_rank([_hash(repr([*values]))])]
         found = {"the list of what it holds": outliers(lists)}

@@ -74,7 +74,7 @@ class PipelineAdapter(Fsdp2Adapter):
         native.evaluate = self._evaluate
         for group in (meshes.pp, *self._tied.groups):
             self.ledger.name_axis(group, "pp")
-        self.ledger.remark = _rounded(cut, resolved.native)
+        self.ledger.remark = "; ".join(filter(None, (self.ledger.remark, _rounded(cut, resolved.native))))
 
     def train_batch(
         self, steps: Sequence[MicroStep], consumed: int, before_update: Callable[[], None]

@@ -34,10 +34,10 @@ def shard_stage(
     experts: Mapping[str, torch.nn.Module] | None = None,
 ) -> tuple[Meshes, Cut]:
     """In place: what is left of the model are the layers of this rank's stages in `mesh`, cut as `plan` says over the
-    ranks of `cell`, with DTensors over the ranks that have the same. `experts`: the layers of the whole model whose
-    experts the ranks of a stage share, as `mesh` has them, here or in other generations. Collective: all ranks begin
-    with rank 0's buffers, and where the run `begins` with its parameters; so initial weights do not depend on where
-    stages are cut.
+    ranks of `cell`, with DTensors over the ranks that have the same, or groups of them. `experts`: the layers of the
+    whole model whose experts the ranks of a stage share, as `mesh` has them, here or in other generations. Collective:
+    all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; so initial weights do not
+    depend on where stages are cut.
 
     Raises UsageError for a model that cannot be cut or sharded, by name.
     """
@@ -55,7 +55,7 @@ def shard_stage(
         model.to(device)
     own = set(model.modules())
     layers = {name: layer for name, layer in (experts or {}).items() if layer in own}
-    meshes = make_meshes(device, cell, mesh, experts=mesh if experts else None)
+    meshes = make_meshes(device, cell, mesh, options["shard_workers"], mesh if experts else None)
     if meshes.tp is not None:
         assert plan is not None
         assert meshes.pp is not None
@@ -63,7 +63,7 @@ def shard_stage(
         require_alike(model, found, meshes.pp, device)
     share(layers, meshes)
     options = {**options, "shard": _present(model, options["shard"])}
-    shard_units(model, options, meshes.dp, device, list(layers.values()), meshes.experts)
+    shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
     return meshes, found
 
 
