@@ -57,15 +57,15 @@ def through(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Pa
     return Run(url, cells.through(crew, url, "routed.train", config, parts, **spec), tp)
 
 
-def assert_equal(whole: Run, moved: Run) -> None:
+def assert_equal(whole: Run, moved: Run, allowed: float = EXACT) -> None:
     """Losses, gradient norms and weights, exactly."""
     assert _distance(whole.losses, moved.losses) <= ALLOWED
-    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= EXACT
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= allowed
     assert_every_sample_once(moved)
     norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
     for outcome in moved.outcomes:
         for report in outcome.reports:
-            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-6), "of all experts, once"
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=10 * allowed), "of all experts, once"
 
 
 BESIDE_LAYERS = {"ep": 2, "ep_sizes": (1, 2), "tp": 2}

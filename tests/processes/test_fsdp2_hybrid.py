@@ -11,6 +11,8 @@ from typing import Any
 
 import cells
 import pytest
+import test_experts_and_stages as stages
+import test_fsdp2_experts as experts
 from cells import Run
 from crew import Crew
 from test_fsdp2_pipeline import FSDP2, LOOPED, assert_survivors_go_on, later, through_stages
@@ -131,6 +133,7 @@ def test_copies_of_shards_of_which_some_have_no_rows_equal_one_rank(eight: Crew,
     assert _distance(whole.state(), moved.state()) <= ALLOWED
 
 
+EP: dict[str, Any] = {"ep": 2, "ep_sizes": (1, 2)}
 STAGED: dict[str, Any] = {**FSDP2, "fsdp2": {"shard_workers": 2}, "tied": True}
 OF_STAGE = "shards over 2 workers of a stage, sums over 2 copies of each"
 NO_COPIES = "shards over all workers of a stage: 3 are not several whole groups of 2 (fsdp2.shard_workers)"
@@ -196,14 +199,17 @@ def test_a_killed_rank_of_a_copy_of_a_stage_is_survived(eight: Crew, tmp_path: P
         ("master/norm.weight", [5], "master/norm.weight on rank 5 differs", "pipeline and shard coordinate 2"),
         ("exp_avg/embed.weight", [2], "exp_avg/embed.weight on rank 6 differs", "pipeline and shard coordinate 1"),
         ("step/norm.weight", [1, 5], "optimizer scalars of norm.weight on rank 3, 7", "pipeline coordinate 1"),
+        ("master/layers.2.mlp.experts.w2", [7], "experts.w2 on rank 7 differs", "pipeline and shard coordinate 3"),
     ],
 )
 def test_copies_within_a_stage_that_drift_apart_are_told_on_all_ranks(
     eight: Crew, tmp_path: Path, what: str, drift: list[int], said: str, elsewhere: str
 ) -> None:
     """Of two stages with two copies of two shards each: of one rank, and of all that have a shard."""
-    config = {**STAGED, "drifts after": 2, "drifts": what, "drift": drift, "url": str(tmp_path)}
-    outcomes = eight.run(range(8), "staged.train", config, end_at=2, pp=2, **MORE)
+    shared = EP if "experts" in what else {}
+    config = {**STAGED, "experts": bool(shared), "drifts after": 2, "drifts": what, "drift": drift}
+    more = {**MORE, **shared, "end_at": 2, "pp": 2}
+    outcomes = eight.run(range(8), "staged.train", {**config, "url": str(tmp_path)}, **more)
     assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
     concerned = [rank for rank, outcome in enumerate(outcomes) if said in outcome.result.message]
     assert concerned == ([1, 3, 5, 7] if "step" in what else [drift[0] % 4, drift[0] % 4 + 4])
@@ -212,13 +218,64 @@ def test_copies_within_a_stage_that_drift_apart_are_told_on_all_ranks(
     assert not CheckpointStore(str(tmp_path), "run").list()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "precision", "more"),
+    [(2, "float64", {}), (2, "float32", {}), (4, "float64", {}), (4, "float64", {"tp": 2}), (4, "float64", {"sp": 2})],
+)
+def test_copies_of_shards_of_experts_equal_one_rank_with_all_experts(
+    eight: Crew, tmp_path: Path, workers: int, precision: str, more: dict[str, int]
+) -> None:
+    """Two copies or more that share experts each; fewer ranks; all experts on each of these; copies again."""
+    config = {**experts.FSDP2, "precision": precision, "fsdp2": {"shard_workers": workers}}
+    config["dropout"] = 0.0 if more else 0.2
+    whole = experts.through(eight, tmp_path / "whole", config, cells.WHOLE)
+    some, all_ = (5, 0, 6, 3), (1, 7, 0, 2, 6, 5, 3, 4)
+    parts: Sequence[cells.Part] = ((range(8), 2), (some, 4), (some, 6, {**EP, "ep": 1}), (all_, None))
+    moved = experts.through(eight, tmp_path / "moved", {**config, "in_loop": True}, parts, **EP, **more)
+    experts.assert_equal(whole, moved, experts.EXACT if precision == "float64" else ALLOWED)
+    told = [report.travel for outcome in moved.outcomes[:8] for report in outcome.reports if report.travel]
+    assert told == [f"shards over {workers} workers, sums over {8 // workers} copies of each"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
+def test_survivors_of_a_copy_that_shares_experts_stay_in_their_loop(eight: Crew, tmp_path: Path, workers: int) -> None:
+    """One is killed in a backward pass; three pairs that share experts, as copies or none; all again."""
+    config = {**experts.DOUBLE, "fsdp2": {"shard_workers": workers}}
+    url, function, then = tmp_path / "moved", "routed.train", (6, 3, 0, 5, 2, 7)
+    run = cells.with_a_rank_killed(eight, url, function, config, "backward", then=then, anomalies=STOP, **EP)
+    moved = Run(url, run)
+    whole = experts.through(eight, tmp_path / "whole", config, cells.WHOLE)
+    assert _distance(whole.after(cells.AT), moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state()) <= experts.EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [{"dropout": 0.2, "tied": True}, LOOPED], ids=["1f1b-tied-dropout", "interleaved"])
+def test_copies_of_shards_of_experts_of_stages_equal_one_rank_with_all(
+    eight: Crew, tmp_path: Path, way: dict[str, Any]
+) -> None:
+    """Two stages of two copies of two ranks that share experts; one copy; two copies of all experts; as at first."""
+    config = {**stages.CONFIG, **way, "fsdp2": {**way.get("fsdp2", {}), "shard_workers": 2}}
+    one = stages.through(eight, tmp_path / "one", config, cells.WHOLE)
+    parts: Sequence[cells.Part] = (
+        (range(8), 2, stages.BOTH), ((5, 0, 6, 3), 4, stages.BOTH), (range(8), 6, stages.STAGES),
+        ((1, 7, 0, 2, 6, 5, 3, 4), None, stages.BOTH),
+    )  # fmt: skip
+    moved = stages.through(eight, tmp_path / "moved", config, parts)
+    stages.assert_equal(one, moved)
+    told = [report.travel for outcome in moved.outcomes for report in outcome.reports if report.travel]
+    assert told == [OF_STAGE, OF_STAGE, OF_STAGE]
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "sentence"),
     [
         ({"fsdp2": {"shard_workers": 1}}, {}, "shard_workers must be a whole number of workers, at least 2, got 1"),
         (TWO, {"tp": 2}, "shard_workers is 2, and mesh: {tp: 2} makes cells of 2 workers: give several whole cells"),
         (TWO, {"tp": 2, "pp": 2}, "is 2, and mesh: {tp: 2} makes cells of 2 workers: give several whole cells"),
-        (TWO, {"ep": 2}, "fsdp2: shard_workers is not supported with mesh: {ep: 2}; leave one"),
+        (TWO, {"ep": 2, "sp": 2}, "shard_workers is 2, and mesh: {sp: 2, ep: 2} makes cells of 4 workers, which have"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -117,16 +117,16 @@ STAGES: dict[int, Callable[[str], int]] = {
 }
 
 
-def sharded(model: nn.Module, ep: int, tp: int = 1, sp: int = 1, pp: int = 1) -> Meshes:
-    """Over the world that has begun, in which experts are shared by `ep` or by none."""
+def sharded(model: nn.Module, ep: int, tp: int = 1, sp: int = 1, pp: int = 1, workers: int | None = None) -> Meshes:
+    """Over the world that has begun, in which experts are shared by `ep` or by none, in copies over `workers`."""
     mesh, rank = Mesh.of(dist.get_world_size(), sp, tp, ep, pp), dist.get_rank()
     cell = dist.new_group(list(mesh.along("tp", rank)), use_local_synchronization=True) if tp > 1 else None
     layers, plan = require_shareable(model, (ep, 1), (tp,)), tuple(PLAN.items())
+    options = {**OPTIONS, "pipeline_stages_per_rank": 1, "shard_workers": workers}
     if pp > 1:
-        options = {**OPTIONS, "pipeline_stages_per_rank": 1}
         names = read_layers(PIPELINE, model)
         return shard_stage(model, PIPELINE, names, options, CPU, True, mesh, plan, cell, layers)[0]
-    return shard_model(model, OPTIONS, CPU, plan=plan, cell=cell, grid=mesh, layers=layers)
+    return shard_model(model, options, CPU, plan=plan, cell=cell, grid=mesh, layers=layers)
 
 
 def own_rows(name: str, rows: int, rank: int, size: int, mesh: tuple[int, int, int, int]) -> tuple[range, int]:
@@ -152,6 +152,7 @@ def place_of(rank: int, tp: int, sp: int, pp: int) -> int:
     return rank // (tp * sp * pp) * sp + rank // tp % sp
 
 
+@pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize(
     ("rank", "size", "ep", "tp", "sp", "pp"),
     [
@@ -167,9 +168,11 @@ def place_of(rank: int, tp: int, sp: int, pp: int) -> int:
     ],
 )
 def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
-    world: Any, rank: int, size: int, ep: int, tp: int, sp: int, pp: int
+    world: Any, rank: int, size: int, ep: int, tp: int, sp: int, pp: int, copies: int
 ) -> None:
-    world(rank, size)
+    """With copies, too, of which this rank is of the last one."""
+    at, of = rank + (copies - 1) * size, copies * size
+    world(at, of)
     model = Model()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -178,7 +181,7 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
     before = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
     layers = expert_layers(model)
-    meshes = sharded(model, ep, tp, sp, pp)
+    meshes = sharded(model, ep, tp, sp, pp, size // pp)
     assert {name for name, layer in layers.items() if isinstance(layer, FSDPModule)} == expert_layers(model).keys()
     assert all(meshes.holds(parameter) for parameter in model.parameters())
     repoint(optimizer, before, dict(model.named_parameters()))
@@ -189,7 +192,9 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
     assert {spec.name: spec.shape for spec in state.specs()} == {
         name: (len(w) // (tp if name in cut else 1), *w.shape[1:]) for name, w in whole.items()
     }
-    assert (state.rank, state.world_size, state.copies) == (place_of(rank, tp, sp, pp), size // (tp * pp), None)
+    assert (state.rank, state.world_size) == (place_of(at, tp, sp, pp), of // (tp * pp))
+    alike = [at] if state.copies is None else dist.get_process_group_ranks(state.copies)
+    assert alike == [*range(rank, of, size)]
     assert (state.cuts or {}) == {name: Cut.evenly(0, whole[name].shape, tp) for name in cut}
     found = {master.names[0]: (master.tensor, master.chunks) for master in state.masters()}
     found |= {extra.chunk.name: (extra.tensor, (extra.chunk,)) for extra in state.frozen()}
@@ -211,6 +216,7 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
     assert {part.name: part.start for part in fragments(engine) if part.kind == MASTER} == starts
 
 
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize(
     ("size", "ep", "tp", "sp", "pp"),
     [
@@ -218,16 +224,18 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
         *((4, 2, 1, 1, 2), (12, 2, 1, 1, 3), (8, 2, 2, 1, 2), (16, 2, 2, 2, 2), (4, 1, 2, 1, 2)),
     ],
 )
-def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: int, tp: int, sp: int, pp: int) -> None:
-    """What each lane has whole as often as there are lanes."""
+def test_all_ranks_together_have_each_element_once(
+    world: Any, size: int, ep: int, tp: int, sp: int, pp: int, copies: int
+) -> None:
+    """Those of the last copy. What each lane has whole as often as there are lanes."""
     counts: dict[str, torch.Tensor] = {}
     for rank in range(size):
-        world(rank, size)
+        world((copies - 1) * size + rank, copies * size)
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        meshes = sharded(model, ep, tp, sp, pp)
+        meshes = sharded(model, ep, tp, sp, pp, size // pp)
         repoint(optimizer, before, dict(model.named_parameters()))
         state = Fsdp2State(model, optimizer, None, meshes)
         found = [chunk for master in state.masters() for chunk in master.chunks]

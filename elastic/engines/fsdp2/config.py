@@ -97,17 +97,20 @@ def _refuse_schedule(options: Options) -> None:
         )
 
 
-def refuse_copies(options: Options, tp: int, pp: int, ep: int) -> None:
-    """Raises UsageError for copies of shards of other than several whole cells, or where ranks share experts."""
+def refuse_copies(options: Options, tp: int, ep: int, sp: int = 1) -> None:
+    """Raises UsageError for copies of shards of other than several whole slices of each layer, or of other than all
+    experts as often as each other."""
     workers = options.shard_workers
-    if workers is not None and ep > 1:
-        raise UsageError(
-            f"fsdp2: shard_workers is not supported with {described(1, tp, ep, pp)}; leave one of them out"
-        )
     if workers is not None and tp > 1 and (workers % tp or workers == tp):
         raise UsageError(
             f"fsdp2: shard_workers is {workers}, and {described(1, tp)} makes cells of {tp} workers: give several "
             "whole cells"
+        )
+    cell = sp * tp * ep
+    if workers is not None and ep > 1 and workers % cell:
+        raise UsageError(
+            f"fsdp2: shard_workers is {workers}, and {described(sp, tp, ep)} makes cells of {cell} workers, which have "
+            "all experts of a layer: give whole cells"
         )
 
 
@@ -117,7 +120,7 @@ def check(
     """Batch sizes that are missing may still be given in the user's function, and how layers are cut where `tp` ranks
     share each, or `pp` all of them. Raises UsageError."""
     options = read_options(config)
-    refuse_copies(options, tp, pp, ep)
+    refuse_copies(options, tp, ep)
     if None not in (batch.micro_batch or options.micro_batch, batch.global_batch or options.global_batch):
         resolve(options, batch, workers[0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -76,8 +76,8 @@ class Fsdp2:
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
         options = read_options(chosen)
-        for size in (spec.tp, *spec.tp_sizes):
-            refuse_copies(options, size, spec.pp, max((spec.ep, *spec.ep_sizes)))
+        for tp, ep in product((spec.tp, *spec.tp_sizes), (spec.ep, *spec.ep_sizes)):
+            refuse_copies(options, tp, ep, spec.sp)
         most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
         found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
         native = {**found.native, _MESH: spec.mesh}

@@ -36,8 +36,9 @@ class Meshes:
     where none do. `pp`: those of its pipeline, in the order of the stages; None where the model is no pipeline.
     `hybrid`: the ranks of `dp` as groups (axis 1) that have the model once each, by copies of the same shard (axis 0);
     None where all of them have it once together. `experts`: the ranks of a stage as groups of which each has its
-    experts once (the axis `ep`, before it `tp` where ranks share layers, too), by ranks with the same ones (axis 0);
-    None where every rank has all. `exchange`: the group of them that this rank is in."""
+    experts once (the axis `ep`, before it `tp` where ranks share layers, too), by ranks with the same ones (before
+    these), and by copies of their shards (axis 0) where there are; None where every rank has all. `exchange`: the group
+    of them that this rank is in."""
 
     dp: DeviceMesh
     tp: DeviceMesh | None = None
@@ -91,8 +92,8 @@ def make_meshes(
     """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do.
     `stages`: the ranks as a grid, of whom some share the layers; None: the model is no pipeline. `shard_workers`: so
     many neighbouring ranks of a stage, whole cells, have its layers once, where it has several times as many.
-    `experts`: the ranks as a grid, of whom some share the experts of their stage, here or in other generations, not
-    with copies; None: none do. Collective where ranks share or have copies.
+    `experts`: the ranks as a grid, of whom some share the experts of their stage, here or in other generations; None:
+    none do. Collective where ranks share or have copies.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None, "the generation has no process group"
@@ -110,28 +111,32 @@ def make_meshes(
         dp = DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",))
         grid = ranks.view(-1, shard_workers // tp, tp)
         whole = _whole(device, [*_copies(grid), *cells], grid)
-        return Meshes(dp, None if cell is None else whole["tp"], pipeline, whole[COPIES, SHARD])
-    whole = _whole(device, [own, *cells], ranks.view(-1, tp))
-    return _with_experts(device, Meshes(whole["dp"], None if cell is None else whole["tp"], pipeline), cell, experts)
+        meshes = Meshes(dp, None if cell is None else whole["tp"], pipeline, whole[COPIES, SHARD])
+    else:
+        whole = _whole(device, [own, *cells], ranks.view(-1, tp))
+        meshes = Meshes(whole["dp"], None if cell is None else whole["tp"], pipeline)
+    return _with_experts(device, meshes, cell, experts)
 
 
 def _with_experts(device: torch.device, meshes: Meshes, cell: dist.ProcessGroup | None, mesh: Mesh | None) -> Meshes:
     """A layer's experts are cut over the ranks that share layers, with `ep` 1, too, and each part over `ep` data
-    coordinates of their stage: a rank's slices are those of its lane whatever `ep`."""
+    coordinates of their stage: a rank's slices are those of its lane whatever `ep`. Each copy of the stage has all."""
     if mesh is None or max(mesh.ep, mesh.tp) == 1:
         return meshes
-    ranks = _of_own_stage(mesh).view(-1, mesh.ep, mesh.sp, mesh.tp)
-    group, expert, part, slice_ = (int(where) for where in (ranks == dist.get_rank()).nonzero()[0])
-    same = dist.new_group(ranks[:, expert, :, slice_].flatten().tolist(), use_local_synchronization=True)
-    row = dist.new_group(ranks[group, :, part, slice_].tolist(), use_local_synchronization=True)
+    copies = [] if meshes.copies is None else [meshes.copies]
+    ranks = _of_own_stage(mesh).view(meshes.copies.size() if meshes.copies else 1, -1, mesh.ep, mesh.sp, mesh.tp)
+    copy, group, expert, part, slice_ = (int(where) for where in (ranks == dist.get_rank()).nonzero()[0])
+    same = dist.new_group(ranks[copy, :, expert, :, slice_].flatten().tolist(), use_local_synchronization=True)
+    row = dist.new_group(ranks[copy, group, :, part, slice_].tolist(), use_local_synchronization=True)
     # Those that have the experts once: beside each other in this order, whatever part of them each has.
     exchange = row if cell is None else cell
     if cell is not None and mesh.ep > 1:
-        exchange = dist.new_group(ranks[group, :, part].flatten().tolist(), use_local_synchronization=True)
-    grid, cells = ranks.permute(0, 2, 3, 1).reshape(-1, mesh.tp, mesh.ep), [] if cell is None else [cell]
-    names = (SAME_EXPERTS, *(["tp"] if cells else []), EXPERTS)
-    grid = grid if cells else grid.squeeze(1)
-    found = DeviceMesh.from_group([same, *cells, row], device.type, mesh=grid, mesh_dim_names=names)
+        exchange = dist.new_group(ranks[copy, group, :, part].flatten().tolist(), use_local_synchronization=True)
+    cells = [] if cell is None else [cell]
+    names = (*([COPIES] if copies else []), SAME_EXPERTS, *(["tp"] if cells else []), EXPERTS)
+    sizes = (*(each.size() for each in copies), -1, *(each.size() for each in cells), mesh.ep)
+    grid = ranks.permute(0, 1, 3, 4, 2).reshape(sizes)
+    found = DeviceMesh.from_group([*copies, same, *cells, row], device.type, mesh=grid, mesh_dim_names=names)
     return replace(meshes, experts=found, exchange=exchange)
 
 

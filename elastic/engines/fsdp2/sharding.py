@@ -16,7 +16,7 @@ from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2.belongings import adopt, is_released
 from elastic.engines.fsdp2.experts import share
-from elastic.engines.fsdp2.meshes import EXPERTS, SAME_EXPERTS, Meshes, make_meshes
+from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, Meshes, make_meshes
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
 from elastic.engines.model.plain_names import named_parameters, plain
 
@@ -60,7 +60,7 @@ def shard_model(
         prepare(model, None if options["cpu_offload"] else device)
     broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
     layers = layers or {}
-    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"], experts=grid if layers else None)
+    meshes = make_meshes(device, cell, None, options["shard_workers"], grid if layers else None)
     if meshes.tp is not None:
         assert plan is not None
         apply(plan, model, meshes.tp)
@@ -96,21 +96,20 @@ def shard_units(
 def _shard_experts(
     layers: Iterable[torch.nn.Module], options: Mapping[str, Any], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """Each layer by itself, over the ranks with the same experts."""
+    """Each layer by itself, over the ranks with the same experts, of which there may be copies."""
     policy, offload = _policies(options, device)
     # A layer's inputs have their types already: where ranks do not share experts it need not be a unit.
     policy, again = replace(policy, cast_forward_inputs=False), options["reshard_after_forward"]
+    own = mesh[COPIES, SAME_EXPERTS] if COPIES in (mesh.mesh_dim_names or ()) else mesh[SAME_EXPERTS]
     for layer in layers:
-        unit = fully_shard(
-            layer, mesh=mesh[SAME_EXPERTS], reshard_after_forward=again, mp_policy=policy, offload_policy=offload
-        )
+        unit = fully_shard(layer, mesh=own, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
         # The gradients of a rank's experts are sums over the ranks that share them, each row of a cell once; the mean
         # is over all ranks of a lane.
-        lane = mesh[SAME_EXPERTS].size() * mesh[EXPERTS].size()
+        lane = own.size() * mesh[EXPERTS].size()
         alone = mesh[SAME_EXPERTS].size() == 1
         kind = policy.reduce_dtype or policy.param_dtype or next(layer.parameters()).dtype
-        # Where there is nobody to reduce with torch divides such types twice (_fsdp_collectives.py, `foreach_reduce`,
-        # release 2.13).
+        # Where there is nobody to reduce with, copies aside, torch divides such types twice (_fsdp_collectives.py,
+        # `foreach_reduce`, release 2.13).
         twice = alone and kind not in (torch.float32, torch.bfloat16)
         unit.set_gradient_divide_factor(lane ** (0.5 if twice else 1.0))
         # Else a factor asks the backend for an operation that NCCL alone has.

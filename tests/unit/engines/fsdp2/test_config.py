@@ -61,13 +61,17 @@ def test_a_schedule_for_several_stages_has_two_unless_more_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "said"),
-    [({}, r"not supported with mesh: {ep: 2}"), ({"pp": 4}, r"not supported with mesh: {ep: 2, pp: 4}")],
+    ("workers", "mesh", "said"),
+    [
+        (3, {"ep": 2}, r"shard_workers is 3, and mesh: {ep: 2} makes cells of 2 workers, which have all experts"),
+        (6, {"ep": 2, "tp": 2, "pp": 4}, r"shard_workers is 6, and mesh: {tp: 2, ep: 2} makes cells of 4 workers"),
+        (2, {"tp": 2}, r"shard_workers is 2, and mesh: {tp: 2} makes cells of 2 workers: give several whole cells"),
+    ],
 )
-def test_copies_of_shards_do_not_go_with_shared_experts(mesh: dict[str, int], said: str) -> None:
-    check_config("fsdp2", {"reshard_after_forward": False}, BatchSettings(), (2, 4), ep=2, **mesh)
+def test_copies_of_shards_are_of_whole_cells(workers: int, mesh: dict[str, int], said: str) -> None:
+    check_config("fsdp2", {"shard_workers": 4}, BatchSettings(), (2, 4), **mesh)
     with pytest.raises(UsageError, match=said):
-        check_config("fsdp2", {"shard_workers": 2}, BatchSettings(), (2, 4), ep=2, **mesh)
+        check_config("fsdp2", {"shard_workers": workers}, BatchSettings(), (2, 4), **mesh)
 
 
 def test_options_may_be_a_file(tmp_path: Path) -> None:
