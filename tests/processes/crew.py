@@ -235,6 +235,10 @@ def _live(pipe: Connection, prepare: str) -> None:
             tell("where", any(place in file for file in files for place in waits))
 
 
+# Between nodes of a run.
+TOKEN = bytes(range(32))
+
+
 def _named(function: str) -> Any:
     module, _, name = function.rpartition(".")
     return getattr(importlib.import_module(module or "trainings"), name)
@@ -253,14 +257,33 @@ class Training:
         self.thread.start()
 
     def begin(self, value: Any) -> None:
+        from elastic.checkpoint.memory.snapshot_client import SnapshotClient
+        from elastic.checkpoint.memory.source import MemorySource
         from elastic.core.generation_spec import GenerationSpec
         from elastic.training.local import LocalCoordinator
         from elastic.training.loop import GenerationRunner
 
         class Telling(LocalCoordinator):
+            node: Any = None
+
+            def memory(self) -> Any:
+                if "memory" in config:
+                    self.node = SnapshotClient(config["memory"][spec.rank], TOKEN)
+                return self.node
+
+            def source(self) -> Any:
+                manifest, holders = config.get("held", (None, {}))
+                whole = MemorySource(lambda _: manifest, holders, TOKEN, timeout_s=30.0)
+                return super().source() if manifest is None else whole
+
+            def close(self, wait: bool) -> None:
+                super().close(wait)
+                if self.node is not None:
+                    self.node.close()
+
             def shard_server(self) -> Any:
                 servers = config.get("servers")
-                return None if servers is None else (servers[spec.nodes[spec.rank]], bytes(range(32)))
+                return None if servers is None else (servers[spec.nodes[spec.rank]], TOKEN)
 
             def committed(self, manifest: Any) -> None:
                 point(f"committed step {manifest.step}")

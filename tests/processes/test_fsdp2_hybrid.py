@@ -6,6 +6,7 @@ That runs through other numbers of copies equal the undisturbed one is in test_o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ import test_experts_and_stages as stages
 import test_fsdp2_experts as experts
 from cells import Run
 from crew import Crew
+from memory_samples import server
 from test_fsdp2_pipeline import FSDP2, LOOPED, assert_survivors_go_on, later, through_stages
 from test_oracle import BATCH, _distance
 from test_sequences_and_stages import assert_equal
 from test_tensor_parallel import ALLOWED, STOP
 
+from elastic.checkpoint.memory.source import Holder
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.snapshots import snapshot_id
+from elastic.core.generation_spec import MemoryPlan
 
 pytestmark = pytest.mark.processes
 
@@ -267,6 +273,44 @@ def test_copies_of_shards_of_experts_of_stages_equal_one_rank_with_all(
     stages.assert_equal(one, moved)
     told = [report.travel for outcome in moved.outcomes for report in outcome.reports if report.travel]
     assert told == [OF_STAGE, OF_STAGE, OF_STAGE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "mesh"),
+    [
+        *((2, {"pp": 2}), (2, {"pp": 2, "sp": 2}), (4, {"ep": 2, "pp": 1}), (2, {"ep": 2, "pp": 2})),
+        *((4, {"tp": 2}), (4, {"ep": 2, "tp": 2})),
+    ],
+)
+def test_copies_of_shards_on_other_nodes_are_the_replicas(
+    eight: Crew, tmp_path: Path, workers: int, mesh: dict[str, int]
+) -> None:
+    """Of four nodes with the shards of two ranks each, the first and the last are lost; four ranks go on."""
+    config = {**STAGED, "experts": "ep" in mesh, "sequences": "sp" in mesh, "plan": "all", "precision": "float64"}
+    config["fsdp2"] = {"shard_workers": workers, "global_batch": 8, "micro_batch": 1}
+    more: dict[str, Any] = {**MORE, **mesh, **({"ep_sizes": (1, 2)} if "ep" in mesh else {}), "anomalies": STOP}
+    nodes = [server() for _ in range(4)]
+    names = [node.local_name for node in nodes for _ in range(2)]
+    saved = {**config, "url": str(tmp_path / "lost"), "memory": names}
+    outcomes = eight.run(range(8), "staged.train", saved, end_at=3, memory=MemoryPlan(every_steps=1), **more)
+    assert {outcome.result.kind for outcome in outcomes} == {"ended"}, outcomes[0].result
+    for node in (nodes[0], nodes[3]):
+        node.close()
+    held = {each.rank: (each, node) for node in nodes[1:3] for each in node.held() if each.step == 3}
+    assert {each.world_size for each, _ in held.values()} == {4}, "the ranks of one copy"
+    records = [node.record(each) for each, node in held.values()]
+    manifest = replace(assemble(records, run_id="run"), id=snapshot_id(3, eight.generation))
+    holders = {rank: Holder(node.address) for rank, (_, node) in held.items()}
+    then = {**config, "url": str(tmp_path / "moved"), "held": (manifest, holders)}
+    run = eight.run((5, 0, 6, 3), "staged.train", then, end_at=5, checkpoint=manifest.id, **more)
+    for node in nodes:
+        node.close()
+    assert {outcome.restores[0].source for outcome in run} == {"memory"}
+    whole = cells.through(eight, tmp_path / "one", "staged.train", config, [((0,), 5)], anomalies=STOP)
+    one, moved = Run(tmp_path / "one", whole), Run(tmp_path / "moved", [run], mesh.get("tp", 1))
+    assert _distance(one.after(3), moved.losses) <= ALLOWED
+    assert _distance(one.state(), moved.state(one.shapes[0])) <= ALLOWED
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_memory_tier import Rank
 
+from elastic.comm.lanes import Lanes
 from elastic.core.checkpoint.snapshots import steps_of
 from elastic.training.saving import memory_tier, twins
 from elastic.training.saving.twins import Twins
@@ -41,24 +42,32 @@ class Every:
         self._said = buffers_differ, all_alone, all_apart
 
     def least(self, values: Sequence[int]) -> list[int]:
-        low, high, alone, apart = values
+        everywhere, other, low, high, alone, apart = values
         differ, all_alone, all_apart = self._said
-        return [low - differ, high, alone and all_alone, apart and all_apart]
+        return [everywhere, other, low - differ, high, alone and all_alone, apart and all_apart]
 
 
 def found(
-    rank: int, nodes: str, alone: bool = True, differ: bool = False, all_alone: bool = True, all_apart: bool = True
+    rank: int,
+    nodes: str,
+    alone: bool = True,
+    differ: bool = False,
+    all_alone: bool = True,
+    all_apart: bool = True,
+    cell: int = 1,
 ) -> Twins | None:
     """Of eight ranks as four copies of two shards, on these nodes."""
     ranks = list(range(rank % 2, 8, 2))
     copies = Ranks(rank, ranks, [nodes[each] for each in ranks])
+    every: Any = Every(rank, differ, all_alone, all_apart)
     state: Any = SimpleNamespace(
-        agreement=Every(rank, differ, all_alone, all_apart),
+        agreement=every,
+        lanes=Lanes(every, every),
         copies=SimpleNamespace(own=copies),
         sharded=None,
         modules=dict,
     )
-    return Twins.of(state, nodes[rank], alone)
+    return Twins.of(state, nodes[rank], alone, cell)
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +84,11 @@ def test_of_a_node_one_rank_writes_each_shard(nodes: str, writers: list[int]) ->
 
 @pytest.mark.parametrize(
     "why",
-    [{"alone": False}, {"differ": True}, {"all_alone": False}, {"all_apart": False}, {"nodes": "aaaaaaaa"}],
-    ids=["replicas", "buffers", "replicas of another rank", "others on one node", "one node"],
+    [
+        *({"alone": False}, {"differ": True}, {"all_alone": False}, {"all_apart": False}, {"nodes": "aaaaaaaa"}),
+        {"cell": 4},
+    ],
+    ids=["replicas", "buffers", "replicas of another rank", "others on one node", "one node", "half of a cell"],
 )
 def test_otherwise_each_writes_its_part(why: dict[str, Any]) -> None:
     assert found(3, **{"nodes": "aabbccdd", **why}) is None

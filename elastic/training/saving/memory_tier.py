@@ -191,8 +191,8 @@ class MemoryTier:
         if self._captures and self._twins is None:
             return True
         kept = self._plan.targets or self._plan.stripe or self._own_state()
-        alone = not kept and self._state.lanes.count == 1
-        before, self._twins = self._twins, Twins.of(self._state, self._memory.node, alone)
+        mesh, before = self._scope.spec.mesh, self._twins
+        self._twins = Twins.of(self._state, self._memory.node, not kept, mesh.per_cell * mesh.ep)
         if before is not None and self._twins is None:
             self._problem = "module buffers of the ranks differ now, and only those of rank 0 are the run's"
         return self._problem is None

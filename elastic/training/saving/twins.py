@@ -25,7 +25,8 @@ from elastic.training.state.verify_weights import MASK63, fingerprints
 
 @dataclass(frozen=True)
 class Twins:
-    """This rank, and those of `copies`, have shard `shard` of `shards`. Of those on one node the first `writes` it."""
+    """This rank, and those of `copies`, have shard `shard` of `shards`: they are called as the ranks of a world that is
+    one copy. Of those on one node the first `writes` it."""
 
     copies: Agreement
     shard: int
@@ -33,18 +34,20 @@ class Twins:
     writes: bool
 
     @classmethod
-    def of(cls, state: EngineState, node: str, alone: bool) -> Twins | None:
+    def of(cls, state: EngineState, node: str, alone: bool, cell: int = 1) -> Twins | None:
         """Collective over all ranks; None, on all of them, where one is not `alone` (its snapshots have replicas, say),
-        all copies of a shard are on one node, or module buffers differ, of which only those of rank 0 are the run's."""
-        every, copies = state.agreement, state.copies.own
+        all copies of a shard are on one node, a copy is other than whole cells of `cell` ranks, or module buffers
+        differ, of which only those of rank 0, or of a lane's first rank, are the run's."""
+        every, copies, lanes = state.agreement, state.copies.own, state.lanes
+        shards = every.world_size // copies.world_size
+        alone = alone and shards % cell == 0
         buffers = [extra.tensor for extra in Inventory.of(state.sharded).extras if extra.kind == BUFFER]
         modules = json.dumps(state.modules(), sort_keys=True)
         own = xxhash.xxh3_64_intdigest(repr([fingerprints(buffers), modules]).encode()) & MASK63
         nodes = [number for (number,) in copies.by_rank([crc32(node.encode())])]
-        low, high, every_alone, apart = every.least([own, -own, alone, len(set(nodes)) > 1])
-        if low != -high or not every_alone or not apart:
+        *found, every_alone, apart = every.least([*lanes.low_and_high(0, own), alone, len(set(nodes)) > 1])
+        if found[::2] != [-high for high in found[1::2]] or not every_alone or not apart:
             return None
-        shards = every.world_size // copies.world_size
         return cls(copies, every.rank % shards, shards, nodes.index(nodes[copies.rank]) == copies.rank)
 
     def reports(self, own: list[dict[str, Any]]) -> Mapping[str, Json]:
