@@ -62,6 +62,33 @@ class Run:
         return found
 
 
+def assert_within_rounding(exact: Run, still: Run, moved: Run) -> None:
+    """`still` and `moved` in bf16, and one rank's runs are `still` and `exact`, which is not rounded. In each kind of
+    figure each of the two is about as far from what is exact as one rank's rounding is, and so twice that from the
+    other; half as much is left for order of addition."""
+    for rounded, apart in zip(_apart(exact, still), _apart(still, moved), strict=True):
+        assert 0 < apart <= 3 * rounded, (_apart(exact, still), _apart(still, moved))
+
+
+def _apart(one: Run, other: Run) -> list[float]:
+    """The largest difference of a loss, and in parts of the former that of a gradient's norm, and of the weights and
+    first moments of experts and of all else."""
+    norms = [{r.step: r.grad_norm for outcome in run.outcomes for r in outcome.reports} for run in (one, other)]
+    here, there = one.state(), other.state(one.shapes[0])
+    kinds: dict[tuple[str, bool], list[str]] = {}
+    for name in here:
+        kinds.setdefault((name.split("/")[0], ".experts." in name), []).append(name)
+    apart = []
+    for names in (names for (kind, _), names in kinds.items() if kind in ("master", "exp_avg")):
+        mine, others = (torch.cat([state[name] for name in names]) for state in (here, there))
+        apart.append(float((mine - others).norm() / mine.norm()))
+    return [
+        max(abs(float(loss - other.losses[step])) for step, loss in one.losses.items()),
+        max(abs(norms[1][step] / norm - 1) for step, norm in norms[0].items()),
+        *apart,
+    ]
+
+
 def _together(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
     if parts[0].shape == shape:
         assert all(torch.equal(part, parts[0]) for part in parts), "what each rank has whole is the same on all"

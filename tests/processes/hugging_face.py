@@ -77,7 +77,7 @@ def _seeded(kind: Callable[[Any], Any], config: Any) -> Any:
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model = model_of(config).to(config.get("device", "cpu"), getattr(torch, config.get("precision", "float32")))
     # The small number is above the rounding of gradients where a token in a thousand chooses an expert.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=config.get("eps", 1e-8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
     options = trainings.of_engine(config, optimizer)
     options["config"] |= config.get("native", {})
     options |= {"weights": config["weights"]} if "weights" in config else {}

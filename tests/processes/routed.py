@@ -35,7 +35,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model.model.recomputed = config.get("recomputed", False)
     model.model.layers[1].mlp.experts.w2.requires_grad_(not config.get("frozen", False))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.02, eps=EPS)
+    optimizer = torch.optim.AdamW(trained, lr=config.get("rate", 0.02), eps=EPS)
     given = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
     given["config"] = {**trainings.fsdp2_options(config), "gradient_clipping": config.get("clipping", 0.3)}
     engine, _, loader, _ = elastic.initialize(

@@ -11,10 +11,10 @@ from typing import Any
 import cells
 import pytest
 import torch
-from cells import AT, LAST_STEP, WHOLE, Part, Run, assert_every_sample_once, of_run
+from cells import AT, LAST_STEP, WHOLE, Part, Run, assert_every_sample_once, assert_within_rounding, of_run
 from crew import Crew
 from expert_model import EPS
-from test_fsdp2_experts import ALLOWED, EXACT
+from test_fsdp2_experts import ALLOWED, EXACT, HALF, SLOWLY
 from test_fsdp2_pipeline import CLIPPING, LOOPED, STOP, later
 from test_oracle import _assert_ended, _distance, damage_newest
 
@@ -139,11 +139,11 @@ def test_every_way_equals_one_rank_with_all(crew: Crew, tmp_path: Path, way: dic
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [{}, later("ZBVZeroBubble")], ids=["1f1b", "zbv"])
 def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, schedule: dict[str, Any]) -> None:
-    options = {"param_dtype": "bfloat16", "reduce_dtype": "float32", **schedule}
-    config = {**CONFIG, "precision": "float32", "blocks": 6, "fsdp2": options}
-    still = through(crew, tmp_path / "still", config, WHOLE)
-    moved = through(crew, tmp_path / "moved", config, CHANGES)
-    assert _distance(still.losses, moved.losses) <= 2e-2
+    config = {**CONFIG, "precision": "float32", "rate": SLOWLY, "blocks": 6, "fsdp2": schedule}
+    half = {**config, "fsdp2": {**schedule, **HALF}}
+    exact = through(crew, tmp_path / "exact", config, WHOLE)
+    still = through(crew, tmp_path / "still", half, WHOLE)
+    assert_within_rounding(exact, still, through(crew, tmp_path / "moved", half, CHANGES))
 
 
 @pytest.mark.slow

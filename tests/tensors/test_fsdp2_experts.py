@@ -300,11 +300,14 @@ class Alone:
         self.sent.append(len(own))
 
 
-@pytest.mark.parametrize("kind", [Routed, Grouped])
-def test_a_layer_gives_what_it_gave_before(world: Any, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(Routed, torch.float32), (Routed, torch.bfloat16), (Grouped, torch.float32)]
+)
+def test_a_layer_gives_what_it_gave_before(world: Any, kind: type[nn.Module], dtype: torch.dtype) -> None:
+    """In the type that it gives: by weights in fp32 its answers to other tokens are so."""
     world(0, 1)
-    layer, generator = kind(), torch.Generator().manual_seed(0)
-    tokens = torch.randn(5, WIDTH, generator=generator, requires_grad=True)
+    layer, generator = kind().to(dtype), torch.Generator().manual_seed(0)
+    tokens = torch.randn(5, WIDTH, generator=generator).to(dtype).requires_grad_()
     index = torch.stack([torch.randperm(EXPERTS, generator=generator)[:3] for _ in range(5)])
     weights = torch.rand(5, 3, generator=generator, requires_grad=True)
     counts = torch.tensor([0, 2, 0, 1, 0, 0, 2, 0])

@@ -296,7 +296,7 @@ class _Travelling:
                 f"the layer of experts {self._name!r} gives {[*found.shape]} for tokens of the shape {[*shape]}; ranks "
                 "can share experts whose answers are like their tokens"
             )
-        return found.to(rows.dtype)
+        return found
 
     def _require_alike(self, counts: torch.Tensor) -> None:
         """A row of one rank is a row of another expert on one that has chosen otherwise."""
