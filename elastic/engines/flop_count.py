@@ -35,7 +35,7 @@ class FlopCount:
 
     def forward(self) -> AbstractContextManager[Any]:
         # Not earlier: engine.compile() comes after the engine.
-        if self._mode is None and not _compiles():
+        if self._mode is None and not compiles():
             self._mode = _Mode()
         return nullcontext() if self._mode is None else self._mode
 
@@ -87,7 +87,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _compiles() -> bool:
+def compiles() -> bool:
     """Has this process called torch.compile, or compiled a module? Each call names its backend in torch's table, which
     has a nameless entry from the start."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

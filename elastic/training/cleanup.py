@@ -13,6 +13,7 @@ import torch
 
 from elastic.core.settings import RunSettings
 from elastic.engines.base import EngineKind
+from elastic.engines.flop_count import compiles
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,10 @@ def forget(error: BaseException | None) -> None:
 def collect(engine: weakref.ReferenceType[Any] | None) -> bool:
     """Collect garbage; True when the engine is gone. A survivor is logged: the user's code still references it."""
     gc.collect()
-    if engine is not None and engine() is not None:
+    if engine is not None and (engine() is not None or compiles()):
         # Measured: after a request to object storage has failed during a restore, the first pass frees what its
-        # exception held, and only the second frees the engine.
+        # exception held, and only the second frees the engine; of a compiled model, in which torch's guards are, the
+        # first may leave the groups.
         gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -22,6 +22,30 @@ def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
     return aot_eager(graph, inputs)
 
 
+def by(way: str, model: Any, blocks: nn.ModuleList) -> None:
+    """In place or by torch.compile: each block, each one's parts, the model, or what the experts compute."""
+    for place, block in enumerate(blocks):
+        if way == "blocks":
+            block.compile(backend=counting)
+        elif way == "wrapped blocks":
+            blocks[place] = torch.compile(block, backend=counting)
+        elif way == "attention":
+            block.self_attn.compile(backend=counting)
+            block.mlp.gate = torch.compile(block.mlp.gate, backend=counting)
+        elif way == "rows":
+            block.mlp.experts.forward = torch.compile(block.mlp.experts.forward, backend=counting)
+    if way == "model":
+        model.compile(backend=counting)
+    elif way == "wrapped":
+        model.model = torch.compile(model.model, backend=counting)
+
+
+def count() -> None:
+    """How many graphs there are in the present generation so far."""
+    seen: list[int] = crew.told.setdefault("compiled", {}).setdefault(elastic.get_context().generation, [])
+    seen.append(len(graphs))
+
+
 def train(config: dict[str, Any]) -> None:
     """`config["by"]`: "wrapped" (torch.compile(model)), "in place" (model.compile()), "engine" (engine.compile()),
     "part" (a submodule), or "nothing"."""

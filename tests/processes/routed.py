@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cells
+import compiled
 import crew
 import layered_model
 import sharing_model
@@ -34,6 +35,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model.to(getattr(torch, config.get("precision", "float32")))
     model.model.recomputed = config.get("recomputed", False)
     model.model.layers[1].mlp.experts.w2.requires_grad_(not config.get("frozen", False))
+    compiled.by(config.get("compiled", "nothing"), model, model.model.layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.get("rate", 0.02), eps=EPS)
     given = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
@@ -78,4 +80,5 @@ def steps(config: dict[str, Any], engine: Any, loader: Any, balance: Balance) ->
                 cells.come_to(config, "step", last)
                 engine.step()
             abandoned += elastic.get_context().abandoned
+            compiled.count()
     return abandoned

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cells
+import compiled
 import crew
 import layered_model
 import sharing_model
@@ -49,6 +50,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             layer.register_forward_hook(lambda module, given, output: output.view(output.shape))
     if config.get("stray"):
         model.scale = torch.nn.Parameter(torch.ones(1))
+    compiled.by(config.get("compiled", "nothing"), model, model.layers)
     optimizer = torch.optim.AdamW(trained(model), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
     options = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
     options["config"] = {**trainings.fsdp2_options(config), "gradient_clipping": config.get("clipping", 0.3)}
@@ -86,6 +88,7 @@ def train(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for batches in loader:
             losses.append(float(engine.train_batch(batches)))
+            compiled.count()
             context = elastic.get_context()
             if config.get("drifts after") == context.step and context.rank in config["drift"]:
                 drift(engine, config["drifts"])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import AT, WHOLE, Part, with_a_rank_killed
+from cells import Run as Cells
 from crew import Crew
+from test_fsdp2_experts import DOUBLE, EXACT, assert_equal
+from test_fsdp2_experts import through as through_experts
 from test_oracle import BATCH, LAST_STEP, Run, _assert_ended, _distance
 
 from elastic.checkpoint.storage import CheckpointStore
@@ -70,6 +75,46 @@ def test_a_compiled_model_is_not_run_uncompiled_to_count_its_flops(crew: Crew, t
     _assert_ended([outcome], "finished", LAST_STEP)
     assert {report.sample_flops for report in outcome.reports} == {0.0}
     assert min(outcome.told["graphs"].values()) > 0
+
+
+EXPERTS: dict[str, Any] = {**DOUBLE, "dropout": 0.2}
+SHARED: dict[str, Any] = {"ep": 2, "ep_sizes": (1, 2)}
+ALL_EXPERTS: Sequence[Part] = (((0, 1, 2, 3), 3), ((2, 0), 5, {"ep": 1}), ((1, 3, 0, 2), None))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("by", "tp"),
+    [
+        ("blocks", 1),
+        *(pytest.param(by, 1, marks=SLOW) for by in ("attention", "wrapped blocks", "model", "wrapped", "rows")),
+        *(pytest.param(by, 2, marks=SLOW) for by in ("attention", "blocks", "wrapped")),
+    ],
+)
+def test_experts_are_shared_within_what_is_compiled(crew: Crew, tmp_path: Path, by: str, tp: int) -> None:
+    """Their graphs have nothing of the mesh in them; those of slices have, and are made once in each generation."""
+    whole = through_experts(crew, tmp_path / "whole", EXPERTS, WHOLE)
+    config = {**EXPERTS, "in_loop": True, "compiled": by}
+    moved = through_experts(crew, tmp_path / "moved", config, ALL_EXPERTS, tp=tp, **SHARED)
+    assert_equal(whole, moved)
+    # After each pass of the member that was in all three generations.
+    first, second, last = moved.outcomes[-2].told["compiled"].values()
+    assert min(first) > 0
+    if by == "rows":
+        assert max(len(set(first)), len(set(last))) <= 3, "a new number of rows, and then any"
+    else:
+        assert len(set(first)) == len(set(last)) == 1, "what the first pass has not compiled is not compiled again"
+        assert (last[-1] == second[-1]) == (tp == 1)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=SLOW)])
+def test_survivors_with_compiled_blocks_stay_in_their_loop(crew: Crew, tmp_path: Path, tp: int) -> None:
+    """They wait for experts of the dead one, or for one that does."""
+    config, url = {**EXPERTS, "strict": True, "compiled": "blocks"}, tmp_path / "moved"
+    run = with_a_rank_killed(crew, url, "routed.train", config, "backward", {"ep": 1}, tp=tp, **SHARED)
+    moved, whole = Cells(url, run, tp), through_experts(crew, tmp_path / "whole", EXPERTS, WHOLE)
+    assert _distance(whole.after(AT), moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= EXACT
 
 
 def through(crew: Crew, url: Path, config: dict[str, Any], parts: list[tuple[tuple[int, ...], int | None]]) -> Run:

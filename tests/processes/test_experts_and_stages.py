@@ -70,12 +70,14 @@ def assert_equal(one: Run, moved: Run) -> None:
         pytest.param({**LOOPED, "dropout": 0.2}, id="interleaved"),
         pytest.param({**LOOPED, "fsdp2": {"pipeline_schedule": "LoopedBFS"}}, id="looped", marks=SLOW),
         *[pytest.param({**LOOPED, "fsdp2": later(name)}, id=name, marks=SLOW) for name in WEIGHTS_LATER],
+        pytest.param({"dropout": 0.2, "tied": True, "compiled": "blocks"}, id="compiled", marks=SLOW),
+        pytest.param({**LOOPED, "dropout": 0.2, "compiled": "model"}, id="interleaved-compiled", marks=SLOW),
     ],
 )
 def test_experts_of_stages_equal_one_rank_with_all(crew: Crew, tmp_path: Path, way: dict[str, Any]) -> None:
     """The loss that spreads tokens over experts is carried from stage to stage; half of some experts get no token."""
     config = {**CONFIG, **way}
-    one = through(crew, tmp_path / "one", config, WHOLE)
+    one = through(crew, tmp_path / "one", {**config, "compiled": "nothing"}, WHOLE)
     moved = through(crew, tmp_path / "moved", config, CHANGES)
     assert_equal(one, moved)
     places = [outcome.told["coordinates"] for outcome in moved.outcomes[-4:]]

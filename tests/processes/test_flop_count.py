@@ -63,7 +63,7 @@ def _pass(count: FlopCount, module: torch.nn.Module) -> None:
 
 
 def test_the_count_is_that_of_torchs_own_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flop_count, "_compiles", lambda: False)
+    monkeypatch.setattr(flop_count, "compiles", lambda: False)
     module = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     count = FlopCount(_Engine(module))  # type: ignore[arg-type]
     _pass(count, module)
@@ -74,7 +74,7 @@ def test_the_count_is_that_of_torchs_own_counter(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_estimate_is_of_what_is_trained_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flop_count, "_compiles", lambda: True)
+    monkeypatch.setattr(flop_count, "compiles", lambda: True)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
     module[0].weight.requires_grad_(False)
     engine = _Engine(module)
@@ -91,7 +91,7 @@ def test_a_formula_that_fails_ends_the_count_and_not_the_run(
     def fails(*_: object, **__: object) -> int:
         raise AssertionError("what shape is this")
 
-    monkeypatch.setattr(flop_count, "_compiles", lambda: False)
+    monkeypatch.setattr(flop_count, "compiles", lambda: False)
     monkeypatch.setitem(flop_count.flop_registry, torch.ops.aten.addmm, fails)
     module = torch.nn.Linear(8, 8)
     count = FlopCount(_Engine(module))  # type: ignore[arg-type]

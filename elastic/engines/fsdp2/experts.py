@@ -204,6 +204,8 @@ class _Travelling:
         self.exchange = _Exchange(meshes.exchange)
         self.cell = _Cell(None if meshes.tp is None else meshes.tp.get_group())
 
+    # Between graphs: how many rows travel is known when they do. Of torch's own hooks around it the same is true.
+    @torch.compiler.disable(reason="experts are shared")  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
         bound = self._signature.bind(*inputs, **named)
         bound.apply_defaults()

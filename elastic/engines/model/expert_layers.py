@@ -21,7 +21,7 @@ from torch import nn
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.engines.model.description import aliases
-from elastic.engines.model.plain_names import is_wrapper, named_modules
+from elastic.engines.model.plain_names import is_wrapper, named_modules, plain, unwrapped
 
 # How many arguments a layer is called with.
 GROUPED, ROUTED = 2, 3
@@ -44,14 +44,13 @@ def require_shareable(model: nn.Module, sizes: Sequence[int], tp: Sequence[int] 
     Raises UsageError where there are none, and naming what of one cannot be shared.
     """
     layers, said = expert_layers(model), described(1, 1, max(sizes))
-    if any(is_wrapper(module) or module._compiled_call_impl is not None for module in model.modules()):
-        raise UsageError(f"{said}: {type(model).__name__} is compiled, which is not supported with ep; leave one out")
     if not layers:
         raise UsageError(
             f"{said}: {type(model).__name__} has no layer of experts that can be shared: a module with `num_experts`, "
             "whose parameters all have that many entries in their first dimension, called with (tokens, numbers of "
             "experts, weights) or with (tokens in the order of experts, tokens of each); see docs/parallelism.md"
         )
+    _refuse_one_graph(model, layers, said)
     tied = {name for pair in aliases(model).items() for name in pair}
     for name, layer in layers.items():
         for size, cell in product(sizes, tp):
@@ -63,6 +62,34 @@ def require_shareable(model: nn.Module, sizes: Sequence[int], tp: Sequence[int] 
                 )
         _refuse_parts(name, layer, tied, said)
     return layers
+
+
+def _refuse_one_graph(model: nn.Module, layers: Mapping[str, Any], said: str) -> None:
+    """A layer's call is outside of what torch.compile makes: how many rows come to it is known then only."""
+    names = {layer: name for name, layer in layers.items()}
+    for own, module in model.named_modules():
+        compiled = _compiled(module)
+        inside = next((names[child] for child in module.modules() if child in names), None)
+        if compiled is None or inside is None:
+            continue
+        if unwrapped(module) in names:
+            raise UsageError(
+                f"{said}: the layer of experts {inside!r} is compiled itself, and its calls travel to other workers; "
+                "compile the module around it, or what it computes (layer.forward = torch.compile(layer.forward))"
+            )
+        if compiled.fullgraph:
+            raise UsageError(
+                f"{said}: {plain(own)!r} is compiled with fullgraph=True, and {inside!r} in it is a layer of experts, "
+                "whose rows travel between graphs; leave fullgraph out, or compile what else is in it"
+            )
+
+
+def _compiled(module: nn.Module) -> Any:
+    """What torch has of the options of torch.compile, or of `module.compile`; None where it is not compiled."""
+    if is_wrapper(module):
+        return vars(module)["dynamo_ctx"]
+    found: Any = module._compiled_call_impl
+    return None if found is None else inspect.getclosurevars(found).nonlocals["self"]
 
 
 def _refuse_parts(name: str, layer: nn.Module, tied: set[str], said: str) -> None:
