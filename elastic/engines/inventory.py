@@ -54,19 +54,27 @@ class Inventory:
         differ from rank to rank), and as in torch's DistributedDataParallel rank 0's are the run's. The same holds for
         what the user has registered.
         """
-        shared: list[Master | Extra] = [m for m in self.masters if m.replicated]
-        shared += [e for e in self.extras if e.replicated and e.kind not in (BUFFER, KEPT)]
-        # Of a parameter with few rows a rank may have none.
-        sizes = [(_buffer(item), pieces[-1].offset + pieces[-1].numel) for item in shared if (pieces := _pieces(item))]
         writers = range(world_size) if writers is None else writers
-        writes = sizes and rank in writers
-        own = set(owner_layout(sizes, len(writers)).ranks[writers.index(rank)].buffers) if writes else set()
-        mine = [item for item in shared if _buffer(item) in own]
+        shared: dict[Sequence[int], list[Master | Extra]] = {writers: []}
+        for master in (m for m in self.masters if m.replicated):
+            shared.setdefault(writers if master.among is None else master.among, []).append(master)
+        shared[writers] += [e for e in self.extras if e.replicated and e.kind not in (BUFFER, KEPT)]
+        mine = [item for among, items in shared.items() for item in _dealt(items, among, rank)]
         if rank == 0:
             mine += [extra for extra in self.extras if extra.kind in (BUFFER, KEPT) and extra.replicated]
         masters = [m for m in self.masters if not m.replicated] + [i for i in mine if isinstance(i, Master)]
         extras = [e for e in self.extras if not e.replicated] + [i for i in mine if isinstance(i, Extra)]
         return _layout(masters, extras)
+
+
+def _dealt(items: Sequence[Master | Extra], writers: Sequence[int], rank: int) -> list[Master | Extra]:
+    """What of it this rank writes, where the ranks in `writers` write each once."""
+    # Of a parameter with few rows a rank may have none.
+    sizes = [(_buffer(item), pieces[-1].offset + pieces[-1].numel) for item in items if (pieces := _pieces(item))]
+    if not sizes or rank not in writers:
+        return []
+    own = owner_layout(sizes, len(writers)).ranks[writers.index(rank)].buffers
+    return [item for item in items if _buffer(item) in own]
 
 
 def gaps(layout: RankLayout) -> Mapping[str, list[tuple[int, int]]]:

@@ -36,7 +36,8 @@ class Master:
     """One live tensor of the base optimizer. `chunks` are in elements of the flattened `tensor`, none in padding.
 
     `names` are the parameters that it holds on all ranks together: they share its optimizer scalars. `wrapper` is the
-    DTensor whose local part `tensor` is: the optimizer keeps its state under that one, and as DTensors.
+    DTensor whose local part `tensor` is: the optimizer keeps its state under that one, and as DTensors. `among`: of
+    what is `replicated`, the ranks that have copies and write one of them; None: as `ShardedState.writers` says.
     """
 
     buffer: str
@@ -46,6 +47,7 @@ class Master:
     names: tuple[str, ...]
     replicated: bool
     wrapper: DTensor | None = None
+    among: tuple[int, ...] | None = None
 
     @property
     def key(self) -> torch.Tensor:
@@ -131,8 +133,8 @@ class ShardedState(Protocol):
     world_size: int
     # The ranks with the same experts as this one, where ranks share experts, or with the same shard of everything.
     copies: dist.ProcessGroup | None
-    # Where several ranks have the same shard: those that have everything once between them, this one among them; and
-    # who deals out among themselves what is written of this shard.
+    # Where several ranks have the same shard, or experts: those that have everything once between them, this one among
+    # them, but for what each has whole; and who deals out among themselves what is written of this shard.
     once: dist.ProcessGroup | None
     writers: tuple[int, ...] | None
     # Tied parameters that other stages of a pipeline have copies of: the model's, all ranks alike; and those here of

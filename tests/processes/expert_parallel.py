@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         native["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02, "eps": EPS, "torch_adam": True}}
     else:
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        given["optimizer"] = torch.optim.AdamW(trained, lr=0.02, eps=EPS)
+        adam = partial(torch.optim.AdamW, lr=0.02, eps=EPS)
+        given["optimizer"] = (partial(torch.optim.SGD, lr=0.2, momentum=0.9) if config.get("sgd") else adam)(trained)
     if config.get("own schedule") == "made":
         given["lr_scheduler"] = torch.optim.lr_scheduler.LinearLR(given["optimizer"])
     if config.get("own schedule") == "to be made":
@@ -53,9 +55,18 @@ def groups_of(most: int | None) -> Iterator[None]:
         split.__defaults__ = before
 
 
-def drift(engine: Any, name: str) -> None:
+def drift(engine: Any, name: str, kind: str | None = None) -> None:
+    """Of the parameter, or of this kind of what torch's optimizer keeps of it."""
+    found = engine.module.get_parameter(name)
     with torch.no_grad():
-        engine.module.get_parameter(name).add_(1.0)
+        (found if kind is None else engine.optimizer.state[found][kind]).add_(1.0)
+
+
+def spoil(engine: Any, victim: int) -> None:
+    """In the next backward pass the gradient of this rank's experts becomes NaN, nobody else's."""
+    if elastic.get_context().rank == victim:
+        weight = engine.module.model.layers[0].mlp.experts.w2
+        handle = weight.register_hook(lambda gradient: handle.remove() or gradient * math.nan)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -71,10 +82,12 @@ def train(config: dict[str, Any]) -> None:
                 crew.point("there")
                 if context.rank in config["victims"]:
                     crew.stay()
+            if config.get("nan at") == context.step and engine.is_gradient_accumulation_boundary():
+                spoil(engine, config["victim"])
             engine.backward(loss)
             engine.step()
             if config.get("drifts after") == context.step and context.rank == config["victim"]:
-                drift(engine, config["drifts"])
+                drift(engine, config["drifts"], config.get("kind"))
     crew.told.update(
         starts=elastic.state["starts"],
         mesh=dict(elastic.get_context().mesh),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ def train(config: dict[str, Any]) -> None:
 def _experts(wrong: Callable[[int, int, int], int]) -> Iterator[None]:
     """`wrong(first, share, whole)`: another first element of the rank's experts."""
     from elastic.engines.deepspeed.experts import placement
-    from elastic.engines.deepspeed.state import partitioned, stage3
+    from elastic.engines.deepspeed.state import partitioned, replicated, stage3
 
     def first(parameter: Any) -> int:
         found, shape = placement.first_element(parameter), placement.whole_shape(parameter)
@@ -38,7 +38,9 @@ def _experts(wrong: Callable[[int, int, int], int]) -> Iterator[None]:
         share = int(getattr(parameter, "ds_numel", parameter.numel()))
         return wrong(found, share, _numel(shape))
 
-    with mock.patch.object(partitioned, "first_element", first), mock.patch.object(stage3, "first_element", first):
+    with ExitStack() as patched:
+        for module in (partitioned, replicated, stage3):
+            patched.enter_context(mock.patch.object(module, "first_element", first))
         yield
 
 

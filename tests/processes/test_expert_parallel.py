@@ -30,6 +30,14 @@ ALLOWED = 1e-5
 MLP = "model.layers.0.mlp"
 # Below the gradient's norm in every step.
 CLIPPING = 0.3
+# There DeepSpeed's own clipping is refused.
+UNCLIPPED: dict[str, Any] = {"stage": 0, "clipping": 0}
+
+
+def of_stage(config: Mapping[str, Any]) -> str:
+    return f"stage{config['stage']}"
+
+
 MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "anomalies": AnomalySettings(policy="stop")}
 
 
@@ -42,9 +50,10 @@ def through(
 ) -> Run:
     """A run in generations of these members, so many of which share experts, each up to its step (None: the end)."""
     store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
-    for who, ep, end_at in parts:
+    for (who, ep, end_at), stage in zip(parts, config.get("stages", [config["stage"]] * len(parts)), strict=False):
         outcomes = crew.run(
-            who, "expert_parallel.train", {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, ep=ep,
+            who, "expert_parallel.train", {**config, "stage": stage, "url": str(url)}, end_at=end_at,
+            checkpoint=checkpoint, ep=ep,
             **MORE, **more,
         )  # fmt: skip
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
@@ -70,12 +79,15 @@ CASES = [
         id="stage2-offload",
     ),
     pytest.param({"stage": 1, "named optimizer": True}, id="stage1-optimizer-of-the-configuration"),
+    pytest.param({**UNCLIPPED, "dropout": 0.2}, id="stage0-dropout"),
+    pytest.param({**UNCLIPPED, "stages": (0, 2, 0)}, id="stages-0-2-0"),
+    pytest.param({**UNCLIPPED, "sgd": True, "own schedule": "to be made", "schedule": False}, id="stage0-sgd"),
 ]
 
 
 @pytest.mark.parametrize("config", CASES)
 def test_a_run_with_shared_experts_equals_one_rank_with_all(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
-    config = {**config, "clipping": CLIPPING}
+    config = {"clipping": CLIPPING, **config}
     whole = through(crew, tmp_path / "whole", config, [((0,), 1, None)])
     moved = through(
         crew, tmp_path / "moved", config, [((0, 1, 2, 3), 2, 3), ((2, 0), 2, 5), ((1, 3, 0, 2), 2, None)]
@@ -138,10 +150,10 @@ def _packed(model: torch.nn.Module) -> Any:
             yield name.replace("experts.down_proj", "experts.w2").replace("mlp.gate", "mlp.router.gate"), value.detach()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 3}, UNCLIPPED], ids=of_stage)
+def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
     """A rank's experts are an interval of the whole: what others held is read as at another number of ranks."""
-    config = {"stage": stage, "clipping": CLIPPING}
+    config = {"clipping": CLIPPING, **config}
     whole = through(crew, tmp_path / "whole", config, [((0,), 1, None)])
     parts = [((0, 1, 2, 3), 2, 2), ((3, 1, 2, 0), 4, 4), ((0, 1, 2), 1, 6), ((2, 1), 2, None)]
     moved = through(crew, tmp_path / "moved", config, parts)
@@ -164,10 +176,13 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, stage: int) -> 
     assert _distance(still.losses, moved.losses) <= 2e-2
 
 
-def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(crew: Crew, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [{"stage": 1}, UNCLIPPED], ids=of_stage)
+def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(
+    crew: Crew, tmp_path: Path, own: dict[str, Any]
+) -> None:
     """Rank 1 is killed. In the layer of experts rank 2 waits for rank 3, which computes: nothing but an abort would end
     that."""
-    config = {"stage": 1, "in_loop": True, "url": str(tmp_path / "moved")}
+    config = {**own, "in_loop": True, "url": str(tmp_path / "moved")}
     more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "ep": 2}
     crew.begin([0, 1, 2, 3], "expert_parallel.train", {**config, "victims": [0, 1, 3], "at": 4}, **more)
     for number in range(4):
@@ -190,41 +205,69 @@ def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(crew: Crew
     grown = crew.run([0, 1, 2, 3], "expert_parallel.train", config, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
 
-    whole = through(crew, tmp_path / "whole", {"stage": 1}, [((0,), 1, None)])
+    whole = through(crew, tmp_path / "whole", own, [((0,), 1, None)])
     moved = Run(tmp_path / "moved", [shrunk, grown])
     expected = {name: loss for name, loss in whole.losses.items() if int(name.removeprefix("loss ")) > 4}
     assert _distance(expected, moved.losses) <= ALLOWED
     assert _distance(whole.state, {key: moved.state[key] for key in whole.state}) <= ALLOWED
 
 
-@pytest.mark.parametrize("victim", [1, 3])
-def test_copies_of_experts_that_drift_apart_are_told_on_all_ranks(crew: Crew, tmp_path: Path, victim: int) -> None:
-    config = {"stage": 2, "drifts after": 1, "drifts": f"{MLP}.experts.w2", "victim": victim, "url": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("victim", "own", "what"),
+    [
+        (1, {"stage": 2}, "weights of "),
+        (3, {"stage": 2}, "weights of "),
+        (1, UNCLIPPED, "master/"),
+        (3, {**UNCLIPPED, "kind": "exp_avg"}, "exp_avg/"),
+    ],
+)
+def test_copies_of_experts_that_drift_apart_are_told_on_all_ranks(
+    crew: Crew, tmp_path: Path, victim: int, own: dict[str, Any], what: str
+) -> None:
+    config = {**own, "drifts after": 1, "drifts": f"{MLP}.experts.w2", "victim": victim, "url": str(tmp_path)}
     outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=2, **MORE)
     assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
     said = [outcome.result.message for outcome in outcomes]
     for rank in (1, 3):
-        assert f"weights of {MLP}.experts.w2 on rank" in said[rank]
+        assert f"{what}{MLP}.experts.w2 on rank" in said[rank]
     assert any(f"on rank {rank}" in said[1] for rank in (1, 3))
     for rank in (0, 2):
         assert "the ranks with expert coordinate 1" in said[rank]
     assert not CheckpointStore(str(tmp_path), "run").list()
 
 
+@pytest.mark.parametrize(("own", "what"), [({"stage": 1}, "weights of "), (UNCLIPPED, "master/")])
 def test_a_copy_of_dense_weights_that_drifts_apart_is_told_whatever_experts_the_ranks_have(
-    crew: Crew, tmp_path: Path
+    crew: Crew, tmp_path: Path, own: dict[str, Any], what: str
 ) -> None:
-    config = {"stage": 1, "drifts after": 1, "drifts": f"{MLP}.router.gate.weight", "victim": 3, "url": str(tmp_path)}
+    config = {**own, "drifts after": 1, "drifts": f"{MLP}.router.gate.weight", "victim": 3, "url": str(tmp_path)}
     outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=4, **MORE)
     assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
     for outcome in outcomes:
-        assert f"weights of {MLP}.router.gate.weight on rank 3" in outcome.result.message
+        assert f"{what}{MLP}.router.gate.weight on rank 3" in outcome.result.message
 
 
-def test_what_is_damaged_in_one_ranks_experts_is_restored_on_no_rank(crew: Crew, tmp_path: Path) -> None:
-    through(crew, tmp_path, {"stage": 1}, [(range(4), 2, 3)])
+@pytest.mark.parametrize("policy", ["rollback", "skip"])
+def test_a_non_finite_gradient_of_one_ranks_experts_is_found_by_all(crew: Crew, tmp_path: Path, policy: Any) -> None:
+    config = {**UNCLIPPED, "nan at": 2, "victim": 2, "url": str(tmp_path)}
+    more = {**MORE, "anomalies": AnomalySettings(policy), "checkpoint_every_steps": 1}
+    outcomes = crew.run(range(4), "expert_parallel.train", config, ep=4, **more)
+    if policy == "rollback":
+        assert [(outcome.result.kind, outcome.result.step) for outcome in outcomes] == [("anomaly", 2)] * 4
+    else:
+        _assert_ended(outcomes, "finished", LAST_STEP)
+        assert {report.anomaly for outcome in outcomes for report in outcome.reports if report.step == 3} == {
+            "the gradient is not finite"
+        }
+
+
+@pytest.mark.parametrize("config", [{"stage": 1}, UNCLIPPED], ids=of_stage)
+def test_what_is_damaged_in_one_ranks_experts_is_restored_on_no_rank(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    through(crew, tmp_path, config, [(range(4), 2, 3)])
     newest = damage_newest(tmp_path)
-    config = {"stage": 1, "url": str(tmp_path)}
+    config = {**config, "url": str(tmp_path)}
     outcomes = crew.run(range(2), "expert_parallel.train", config, checkpoint=newest, ep=2, **MORE)
     assert all("is not what was saved" in outcome.result.message for outcome in outcomes)
     assert all(outcome.result.step == 3 for outcome in outcomes), "no step was made"

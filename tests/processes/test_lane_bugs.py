@@ -24,6 +24,7 @@ Mesh = tuple[Sequence[int], Mapping[str, int]]
 CASES: Mapping[str, tuple[str, dict[str, Any], Mesh, Mesh]] = {
     "ep, stage 1": (AUTOEP, {"stage": 1}, ((0, 1, 2, 3), {"ep": 2}), ((2, 0, 1, 3), {"ep": 4})),
     "ep, stage 3": (AUTOEP, {"stage": 3}, ((0, 1, 2, 3), {"ep": 2}), ((2, 0), {"ep": 2})),
+    "ep, stage 0": (AUTOEP, {"stage": 0, "clipping": 0}, ((0, 1, 2, 3), {"ep": 2}), ((2, 0, 1, 3), {"ep": 4})),
     "tp, stage 1": (AUTOTP, {"stage": 1}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0), {"tp": 2})),
     "tp, stage 3": (AUTOTP, {"stage": 3}, ((0, 1), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
     "tp, fsdp2": (AUTOTP, {"engine": "fsdp2"}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
@@ -88,6 +89,7 @@ FOUND = [
     ("ep, stage 1", "experts of the next rank"),
     ("ep, stage 1", "experts in reverse"),
     ("ep, stage 3", "experts of the next rank"),
+    ("ep, stage 0", "experts of the next rank"),
     ("tp, stage 1", "slices of the other rank"),
     ("tp, stage 3", "slices of the other rank"),
     ("tp, fsdp2", "slices of the other rank"),

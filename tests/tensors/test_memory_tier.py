@@ -82,7 +82,7 @@ class State:
         self.nbytes = nbytes
         self.agreement: Any = Alone()
         self.lanes = Lanes(self.agreement, self.agreement)
-        self.sharded = SimpleNamespace(once=None)
+        self.sharded = SimpleNamespace(writers=None)
         self.targets: list[torch.Tensor] = []
 
     def replicas(self, turn: int) -> None:

@@ -138,7 +138,7 @@ class Pair(SimpleNamespace):
 def with_copies(monkeypatch: pytest.MonkeyPatch, *found: Pair | None) -> Any:
     """A rank with copies of its shard; `found` at its snapshots, the last one at all later ones."""
     rank: Any = Rank()
-    rank.told, rank.state.sharded.once, left = 0, object(), list(found)
+    rank.told, rank.state.sharded.writers, left = 0, (0,), list(found)
     rank.node.extras, commit = list[Any](), rank.node.commit
 
     def noted(step: int, extra: Any) -> None:

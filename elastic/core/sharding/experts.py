@@ -33,6 +33,11 @@ class Place:
         """Which part of the experts the rank has."""
         return self.rank % self.ep
 
+    @property
+    def alike(self) -> tuple[int, ...] | None:
+        """The ranks with the same experts; None: all have all of them."""
+        return tuple(range(self.share, self.world_size, self.ep)) if self.ep > 1 else None
+
     def among(self, experts: bool) -> tuple[int, int]:
         """(rank, size) in the ranks that a group, of experts or dense, is partitioned over."""
         return (self.rank // self.ep, self.world_size // self.ep) if experts else (self.rank, self.world_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,10 @@ import torch.distributed as dist
 
 from elastic.core.errors import UsageError
 from elastic.engines.base import LossScale
+from elastic.engines.deepspeed.experts.placement import is_expert
 from elastic.engines.deepspeed.extra_state import scaler_of
 from elastic.engines.deepspeed.pipeline.module import is_pipeline
+from elastic.engines.live_state import is_sliced
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +62,28 @@ class NonFinite:
                 yield
 
     def _whole_norm(self) -> float:
-        """Of slices over the ranks that share them, and of layers over the stages that have them; what several of those
-        ranks have whole counts once."""
+        """Of slices over the ranks that share them, of experts and of layers over those that have them; what several of
+        those ranks have whole counts once."""
         gradients = {p: _values(p.grad) for p in self._engine.module.parameters() if p.grad is not None}
         if is_pipeline(self._engine.module):
             cell = self._engine.grid.get_pipe_parallel_group()
             own = [gradient for p, gradient in gradients.items() if not getattr(p, "ds_pipe_replicated", False)]
-        elif self._engine.autotp_size() > 1:
-            cell = self._engine.mpu.get_tensor_model_parallel_group()
+        elif self._engine.autotp_size() > 1 or self._engine.has_moe_layers:
+            cell, is_part = self._sharing()
             first = dist.get_rank(cell) == 0
-            own = [gradient for p, gradient in gradients.items() if first or getattr(p, "tensor_model_parallel", False)]
+            own = [gradient for p, gradient in gradients.items() if first or is_part(p)]
         else:
             return float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
         squared = torch.nn.utils.get_total_norm(own).double().square() if own else torch.zeros((), dtype=torch.float64)
         squared = squared.to(self._engine.device)
         dist.all_reduce(squared, group=cell)
         return float(squared.sqrt())
+
+    def _sharing(self) -> tuple[dist.ProcessGroup, Callable[[Any], bool]]:
+        """The ranks that share layers or experts, and whether a parameter is a part of what they share."""
+        if self._engine.autotp_size() > 1:
+            return self._engine.mpu.get_tensor_model_parallel_group(), is_sliced
+        return next(iter(self._engine.expert_parallel_group.values())), is_expert
 
     @property
     def grad_norm(self) -> float | torch.Tensor | None:

@@ -35,6 +35,9 @@ def _is(*words: str) -> _Test:
 
 _GONE = "DeepSpeed 0.19.8 has removed it"
 
+# DeepSpeed's default (runtime/constants.py).
+_CLIPPING = 1
+
 _QUANTIZED = (
     "its kernels are CUDA's, and what a rank computes with would depend on how weights were partitioned, and so on the "
     "world size; remove the key"
@@ -159,6 +162,25 @@ def refuse(config: Mapping[str, Any]) -> None:
     zero = config.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("stage") in (1, 2, 3):
         refuse_whole_tensor(kind)
+
+
+def refuse_in_stage0(config: Mapping[str, Any], shared: str, norm: str, instead: str) -> None:
+    """Raise UsageError for what DeepSpeed does not do rightly in stage 0 where ranks hold different parts of the model
+    (`shared`, of the job's mesh): clip, for it does so by `norm`, and 16 bits, whose norm is that too."""
+    mesh = f"and the job's mesh says {shared}"
+    if (config.get("zero_optimization") or {}).get("stage", 0) != 0:
+        return
+    if any((config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16", "fp16", "torch_autocast")):
+        raise UsageError(
+            f"DeepSpeed option zero_optimization.stage is 0 with bf16, fp16 or torch_autocast, {mesh}: this has not "
+            f"been shown to be right; use {instead}"
+        )
+    clipping = config.get("gradient_clipping", _CLIPPING)
+    if clipping:
+        raise UsageError(
+            f"DeepSpeed option gradient_clipping is {clipping} (1 is its default), {mesh}: in stage 0 DeepSpeed "
+            f"clips by {norm}; use zero_optimization.{instead}, or gradient_clipping: 0"
+        )
 
 
 def refuse_model(model: Any) -> None:

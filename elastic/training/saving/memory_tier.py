@@ -184,7 +184,7 @@ class MemoryTier:
             self._state.require_equal(fingerprints, replicas)
         except IntegrityError as error:
             raise CollectiveFailed(error.message, self._scope.where()) from error
-        return self._state.sharded.once is None or self._has_twins()
+        return self._state.sharded.writers is None or self._has_twins()
 
     def _has_twins(self) -> bool:
         """Collective. What is found before the first snapshot holds for the generation: False where it does not."""

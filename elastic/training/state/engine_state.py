@@ -101,7 +101,7 @@ class EngineState:
         self._engine = engine
         self.sharded = engine.state()
         copies = self.sharded.copies
-        shard = None if self.sharded.once is None else self.sharded.part[1]
+        shard = None if self.sharded.writers is None else self.sharded.part[1]
         self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes, engine.device, shard)
         live = {master.group: master.tensor for master in self.sharded.masters()}
         try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)

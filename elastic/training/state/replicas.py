@@ -55,7 +55,7 @@ class Replicas:
         carried, weights = _carried(inventory), state.weights()
         derived = _derived(weights, carried)
         # Of a shard the ranks of other lanes have no copy.
-        uncut = _uncut(weights, inventory) if lanes.count > lanes.stages and state.once is None else set()
+        uncut = _uncut(weights, inventory) if lanes.count > lanes.stages and state.writers is None else set()
         # Lanes may differ in size: what all ranks have must be the same sample in each of them.
         everywhere = {what: tensor for what, tensor in derived.items() if what in uncut}
         beside = {what: tensor for what, tensor in derived.items() if what not in uncut}
@@ -63,14 +63,16 @@ class Replicas:
         hashes = dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
         hashes |= {what: _hash(text) for what, text in _texts(engine, state, inventory).items()}
         experts = {_WEIGHTS + weight.name for weight in weights if weight.experts and state.copies is not None}
-        if state.once is not None:
+        if state.writers is not None:
             experts |= {what for what in carried if not what.startswith(f"{KEPT}/")}
+        among = {master.buffer for master in inventory.masters if master.among is not None}
+        experts |= {what for what in carried if what.partition("/")[2] in among}
         own = experts if apart is None else {what for what in tensors if apart.weights or _of_optimizer(what)}
         of_stage: set[str] = set()
         if lanes.stages > 1:
             of_stage = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}
-            own = of_stage if state.once is None else own
-        elif lanes.count > 1 and state.once is None:
+            own = of_stage if state.writers is None else own
+        elif lanes.count > 1 and state.writers is None:
             own = hashes.keys() - uncut
         self._own = {what: value for what, value in hashes.items() if what in own}
         self._beside = {what: value for what, value in hashes.items() if what in of_stage - own}

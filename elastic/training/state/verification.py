@@ -7,6 +7,7 @@ parameter (`Engine.fragments`), and what may be left out and what counters must 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ class Verification:
             inventory = Inventory.of(state)
             fragments = [each for each in engine.fragments() if each.name not in left]
             fragments += [Fragment(KEPT, name, 0, tensor) for name, tensor in kept.tensors.items()]
-            chunks, tensors = _sorted(fragments, state.zero_stage)
+            chunks, tensors = _sorted(fragments, state.zero_stage, manifest.parameters)
             self._reader = Reader(chunks, tensors.steady, engine.device)
             self._partial = digests(chunks, tensors.sliced.items())
             self._whole = digests(chunks, tensors.whole.items())
@@ -171,13 +172,17 @@ class _Sorted:
     whole: dict[str, torch.Tensor]
 
 
-def _sorted(fragments: Sequence[Fragment], zero_stage: int) -> tuple[tuple[Chunk, ...], _Sorted]:
-    """Each fragment is a buffer of its own; all kinds of one name have the same elements."""
+def _sorted(
+    fragments: Sequence[Fragment], zero_stage: int, shapes: Mapping[str, Sequence[int]]
+) -> tuple[tuple[Chunk, ...], _Sorted]:
+    """Each fragment is a buffer of its own; all kinds of one name have the same elements. `shapes` are of the whole."""
     found = _Sorted({}, {}, {})
     chunks = {each.name: Chunk(each.name, each.start, each.tensor.numel(), each.name, 0) for each in fragments}
     for each in fragments:
-        sliced = found.sliced if each.kind == PARAM else found.steady
-        place = found.whole if is_whole(each.kind, zero_stage) else sliced
+        sliced = found.sliced if each.kind == PARAM or zero_stage == 0 else found.steady
+        # In stage 0 a rank has some of the experts only, where ranks share them.
+        part = each.kind not in (BUFFER, KEPT) and each.tensor.numel() < math.prod(shapes.get(each.name, ()))
+        place = found.whole if is_whole(each.kind, zero_stage) and not (zero_stage == 0 and part) else sliced
         place[f"{each.kind}/{each.name}"] = each.tensor
     return tuple(chunks.values()), found
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.engines.deepspeed.refused import refuse_in_stage0
 
 SECTION = "expert_parallel"
 # What of it the mesh sets.
@@ -58,11 +59,9 @@ def configured(config: Mapping[str, Any], ep: int, changes: bool = False) -> dic
         outer, _, key = path.rpartition(".")
         if refused((config.get(outer) or {} if outer else config).get(key)):
             raise UsageError(f"DeepSpeed option {path}: {why}")
-    stage = (config.get("zero_optimization") or {}).get("stage", 0)
-    if (ep > 1 or changes) and stage == 0:
-        raise UsageError(
-            f"DeepSpeed option zero_optimization.stage is 0, and the job's mesh says ep: {ep}: DeepSpeed then clips by "
-            "the mean of norms of which each leaves out the others' experts; use stage 1, 2 or 3"
+    if ep > 1 or changes:
+        refuse_in_stage0(
+            config, f"ep: {ep}", "the mean of norms of which each leaves out the others' experts", "stage 1, 2 or 3"
         )
     return {SECTION: {**section, "enabled": True, "autoep_size": ep}}
 

@@ -6,29 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
-
-# DeepSpeed's default (runtime/constants.py).
-_CLIPPING = 1.0
+from elastic.engines.deepspeed.refused import refuse_in_stage0
 
 
 def check(config: Mapping[str, Any], pp: int) -> None:
     """Raises UsageError for what cannot be where `pp` ranks share the layers."""
     if pp == 1:
         return
-    stage = require_stage(config)
-    sixteen = any((config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16", "fp16"))
-    if stage == 0 and sixteen:
-        raise UsageError(
-            f"DeepSpeed option zero_optimization.stage is 0 with bf16 or fp16, and the job's mesh says pp: {pp}: this "
-            "has not been shown to be right; use stage 1"
-        )
-    clipping = config.get("gradient_clipping", _CLIPPING)
-    if stage == 0 and clipping:
-        raise UsageError(
-            f"DeepSpeed option gradient_clipping is {clipping:g} (1 is its default), and the job's mesh says pp: {pp}: "
-            "in stage 0 DeepSpeed clips by the norm of the first stage's layers alone; use zero_optimization.stage 1, "
-            "or gradient_clipping: 0"
-        )
+    require_stage(config)
+    refuse_in_stage0(config, f"pp: {pp}", "the norm of the first stage's layers alone", "stage 1")
     for key, other in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
         size = (config.get(key) or {}).get(other)
         if isinstance(size, int) and size > 1:

@@ -134,7 +134,7 @@ def _whole_masters(wrapper: Any) -> dict[int, _Place]:
             own = wrapper.fp16_groups[number] if hasattr(wrapper, "fp32_groups") else group["params"]
             for parameter, master in zip(own, group["params"], strict=True):
                 if parameter.requires_grad:
-                    found[id(parameter)] = _Place(0, parameter.numel(), master)
+                    found[id(parameter)] = _Place(first_by_group(parameter), parameter.numel(), master)
     return found
 
 

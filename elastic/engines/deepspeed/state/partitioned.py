@@ -7,7 +7,6 @@ deepspeed/runtime/bf16_optimizer.py (its `_setup_for_real_optimizer`), release 0
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 from elastic.core.sharding.zero import Group, zero12_layout
 from elastic.engines.deepspeed.experts.placement import first_element, is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState
-from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, weights_whole
+from elastic.engines.live_state import Extra, Master, Weight, frozen_whole
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -52,15 +51,11 @@ class PartitionedState(ZeroState):
         return frozen_whole(self.module, [name for group in self.groups() for name in group])
 
     def weights(self) -> list[Weight]:
-        named, trained = dict(named_parameters(self.module)), [name for group in self.groups() for name in group]
-        own = [
-            replace(weight, start=first, experts=experts) if experts or first else weight
-            for weight in weights_whole(self.module, trained)
-            for first, experts in [(first_element(named[weight.name]), is_expert(named[weight.name]))]
-        ]
+        trained = [name for group in self.groups() for name in group]
+        own, here = self.whole_weights(trained), dict(named_parameters(self.module))
         # Last: what this rank has lies in the same order as on the others.
         nothing = torch.empty(0)
-        return own + [Weight(name, 0, nothing, whole=True, experts=True) for name in trained if name not in named]
+        return own + [Weight(name, 0, nothing, whole=True, experts=True) for name in trained if name not in here]
 
     def expected(self) -> RankLayout:
         groups = [([(self._names[id(p)], p.numel()) for p in group], is_expert(group[0])) for group in self._listed()]
@@ -80,8 +75,7 @@ class PartitionedState(ZeroState):
     def ranks_of_parts(self) -> Iterator[tuple[int, int]]:
         for group, listed in zip(self._wrapper.real_dp_process_group, self._listed(), strict=True):
             yield dist.get_rank(group), self.place.among(is_expert(listed[0]))[0]
-        for group in self._engine.expert_parallel_group.values():
-            yield dist.get_rank(group), self.place.share
+        yield from self.shares_of_experts()
 
     def finish_install(self) -> None:
         self._wrapper.update_lp_params()

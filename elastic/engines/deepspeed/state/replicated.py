@@ -1,4 +1,5 @@
-"""Stage 0: every rank holds everything. fp32 trains the model's own parameters; bf16 and fp16 train fp32 masters.
+"""Stage 0: every rank holds everything, but for other ranks' experts. fp32 trains the model's own parameters; bf16 and
+fp16 train fp32 masters.
 
 Follows deepspeed/runtime/engine.py (`_configure_optimizer`), fp16/unfused_optimizer.py (one master per parameter) and
 fp16/fused_optimizer.py (one flat master per group), release 0.19.8.
@@ -6,14 +7,16 @@ fp16/fused_optimizer.py (one flat master per group), release 0.19.8.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import replicated_layout
+from elastic.engines.deepspeed.experts.placement import first_element, is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState
-from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, weights_whole, whole_buffer
+from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, whole_buffer
 
 
 class ReplicatedState(ZeroState):
@@ -26,6 +29,8 @@ class ReplicatedState(ZeroState):
         self._flat = hasattr(self._wrapper, "fp32_groups_flat")
         self._unfused = not self._flat and hasattr(self._wrapper, "fp32_groups")
         self.base: torch.optim.Optimizer = self._wrapper.optimizer if self._flat or self._unfused else self._wrapper
+        if self.place.ep > 1:
+            self.once, *_ = engine.expert_parallel_group.values()
 
     def groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group] for group in self._listed()]
@@ -38,24 +43,28 @@ class ReplicatedState(ZeroState):
             held = self._wrapper.fp32_groups[number] if self._unfused else group
             for parameter, master in zip(group, held, strict=True):
                 name = self._names[id(parameter)]
-                chunks = (Chunk(name, 0, parameter.numel(), whole_buffer(name), 0),)
-                found.append(Master(whole_buffer(name), number, master, chunks, (name,), replicated=True))
+                chunk = Chunk(name, first_element(parameter), parameter.numel(), whole_buffer(name), 0)
+                among = self.place.alike if is_expert(parameter) else None
+                found.append(Master(chunk.buffer, number, master, (chunk,), (name,), replicated=True, among=among))
         return found
 
     def frozen(self) -> list[Extra]:
         return frozen_whole(self.module, [name for group in self.groups() for name in group])
 
     def weights(self) -> list[Weight]:
-        return weights_whole(self.module, [name for group in self.groups() for name in group])
+        return self.whole_weights([name for group in self.groups() for name in group])
 
     def expected(self) -> RankLayout | None:
         if self._flat:
             return None
-        tensors = [(self._names[id(parameter)], parameter.numel()) for group in self._listed() for parameter in group]
-        return replicated_layout(tensors, self.world_size).ranks[self.rank]
+        listed = {self._names[id(parameter)]: parameter for group in self._listed() for parameter in group}
+        sizes = [(name, parameter.numel()) for name, parameter in listed.items()]
+        whole = replicated_layout(sizes, self.world_size).ranks[self.rank]
+        first = {name: self.place.first(numel, is_expert(listed[name])) for name, numel in sizes}
+        return RankLayout(tuple(each._replace(start=first[each.name]) for each in whole.chunks), whole.buffers)
 
-    def ranks_of_parts(self) -> tuple[()]:
-        return ()
+    def ranks_of_parts(self) -> Iterator[tuple[int, int]]:
+        return self.shares_of_experts()
 
     @torch.no_grad()
     def finish_install(self) -> None:

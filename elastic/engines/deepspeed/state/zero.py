@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from elastic.core.sharding.layout import RankLayout
 from elastic.engines.deepspeed.experts import config, placement
 from elastic.engines.deepspeed.experts.native import Counterparts
 from elastic.engines.deepspeed.pipeline import module as pipeline
-from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of
+from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of, weights_whole
 from elastic.engines.model.cuts import Cuts
+from elastic.engines.model.plain_names import named_parameters
 
 
 class ZeroState(ABC):
@@ -63,6 +65,22 @@ class ZeroState(ABC):
             raise UsageError(
                 "the engine's state is offloaded; call engine.reload_states() before a snapshot or a restore"
             )
+
+    def whole_weights(self, trained: Sequence[str]) -> list[Weight]:
+        """Of parameters that are whole on every rank, but for other ranks' experts."""
+        named = dict(named_parameters(self.module))
+        return [
+            replace(weight, start=first, experts=experts) if experts or first else weight
+            for weight in weights_whole(self.module, trained)
+            for first, experts in [
+                (placement.first_element(named[weight.name]), placement.is_expert(named[weight.name]))
+            ]
+        ]
+
+    def shares_of_experts(self) -> Iterator[tuple[int, int]]:
+        """Of `ranks_of_parts`."""
+        for group in self._engine.expert_parallel_group.values():
+            yield dist.get_rank(group), self.place.share
 
     @abstractmethod
     def groups(self) -> list[list[str]]: ...

@@ -12,6 +12,7 @@ from elastic.engines.deepspeed.config import check, resolve
 from elastic.engines.deepspeed.experts.config import size_of
 
 NONE = BatchSettings()
+UNCLIPPED = {"zero_optimization": {"stage": 0}, "gradient_clipping": 0}
 GIVEN = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
 
 
@@ -32,6 +33,13 @@ def test_without_a_mesh_experts_that_were_enabled_are_all_on_each_rank() -> None
         assert size_of(resolve({**GIVEN, "expert_parallel": section}, NONE, 3).native) == 0
 
 
+def test_stage_0_is_taken_where_nothing_is_clipped() -> None:
+    assert size_of(resolve({**GIVEN, **UNCLIPPED}, NONE, 4, ep=2).native) == 2
+    assert (
+        size_of(resolve({**GIVEN, "zero_optimization": {}, "expert_parallel": {"enabled": True}}, NONE, 3).native) == 1
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "ep", "said"),
     [
@@ -42,8 +50,14 @@ def test_without_a_mesh_experts_that_were_enabled_are_all_on_each_rank() -> None
         ({"expert_parallel": {"comm_backend": "deepep"}}, 2, "expert_parallel.comm_backend: its buffers"),
         ({"use_data_before_expert_parallelism": True}, 2, "the ranks that share experts are neighbours here"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, 2, "data_types.grad_accum_dtype"),
-        ({"zero_optimization": {"stage": 0}}, 2, "stage is 0, and the job's mesh says ep: 2: DeepSpeed then clips by"),
-        ({"zero_optimization": {}}, 2, "stage is 0, and the job's mesh says ep: 2"),
+        ({"zero_optimization": {"stage": 0}}, 2, "its default.*ep: 2: in stage 0 DeepSpeed clips by the mean of norms"),
+        ({"zero_optimization": {}, "gradient_clipping": 0.5}, 2, "use zero_optimization.stage 1, 2 or 3, or gradient_"),
+        (
+            {**UNCLIPPED, "bf16": {"enabled": True}},
+            2,
+            "stage is 0 with bf16, fp16 or torch_autocast, and the job's mesh",
+        ),
+        ({**UNCLIPPED, "torch_autocast": {"enabled": True}}, 2, "use stage 1, 2 or 3"),
     ],
 )
 def test_what_contradicts_the_mesh_or_does_not_work_is_refused(given: dict[str, Any], ep: int, said: str) -> None:

@@ -27,7 +27,7 @@ def test_a_pipelines_samples_count_once() -> None:
         ({"zero_optimization": {"stage": 3}}, "stage is 3: DeepSpeed's pipelines train with stages 0 and 1"),
         ({}, "gradient_clipping is 1 (1 is its default), and the job's mesh says pp: 2"),
         ({"gradient_clipping": 0.5}, "by the norm of the first stage's layers alone"),
-        ({"bf16": {"enabled": True}}, "stage is 0 with bf16 or fp16, and the job's mesh says pp: 2"),
+        ({"bf16": {"enabled": True}}, "stage is 0 with bf16, fp16 or torch_autocast, and the job's mesh says pp: 2"),
         ({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}, "autotp_size is 2, and the job's"),
         ({"zero_optimization": {"stage": 1}, "expert_parallel": {"autoep_size": 2}}, "autoep_size is 2, and the job's"),
     ],
