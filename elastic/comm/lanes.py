@@ -13,6 +13,7 @@ from elastic.checkpoint.shares import Apart
 from elastic.comm.agreement import Agreement
 from elastic.core.errors import IntegrityError
 from elastic.core.mesh import Mesh
+from elastic.core.sharding.experts import neighbours
 
 # Says nothing where the least of several numbers is sought.
 _NEUTRAL = (1 << 63) - 1
@@ -37,11 +38,11 @@ class Lanes:
         cls, copies: dist.ProcessGroup, lanes: Lanes, device: torch.device, shard: int | None = None
     ) -> Lanes:
         """Of ranks that share experts, or have shards of all that their stage has: this one has `shard`. `copies` is
-        the group of those with the same ones as this. Not collective."""
+        the group of those with the same ones as this, of whom some may be neighbours. Not collective."""
         every, own = lanes.every, Agreement(copies, device)
         count = every.world_size // own.world_size
         if shard is None:
-            return cls(every, own, count, every.rank % count, "expert")
+            return cls(every, own, count, every.rank // neighbours(own.ranks) % count, "expert")
         axis = "shard" if lanes.stages == 1 else "pipeline and shard"
         return cls(every, own, count, lanes.stage * (count // lanes.stages) + shard, axis)
 

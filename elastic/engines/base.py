@@ -36,7 +36,7 @@ class ResolvedConfig:
     micro-batches every rank runs in a full step. `native` is what the engine is built with; `said`: what of an option
     holds at this world size, in words. `begins`: the run does so here, with the model's values of rank 0; else a
     restore follows, which sets all of them. `tp_sizes`: by how many ranks each layer may be shared in other
-    generations; empty: by as many as here. `ep_sizes`: the same of experts."""
+    generations; empty: by as many as here. `ep_sizes`: the same of experts. `sp` ranks share each sequence."""
 
     native: Mapping[str, Any]
     global_batch: int
@@ -48,6 +48,7 @@ class ResolvedConfig:
     full_batch: int | None = None
     said: str = ""
     tp_sizes: tuple[int, ...] = ()
+    sp: int = 1
 
     @property
     def ep_changes(self) -> bool:

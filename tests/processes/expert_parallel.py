@@ -12,14 +12,14 @@ import crew
 import torch
 import trainings
 from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
-from layered_model import texts
+from routed import loss_of, written
 
 import elastic
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
-    model = MixtureOfExperts(config.get("dropout", 0.0))
+    model = MixtureOfExperts(config.get("dropout", 0.0), written(config).Transformer)
     model.model.layers[0].mlp.experts.down_proj.requires_grad_(not config.get("frozen", False))
     native = trainings.deepspeed_config(config)
     native["expert_parallel"] = {**AUTOEP, **config.get("expert_parallel", {})}
@@ -36,7 +36,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         given["lr_scheduler"] = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=5)
     with groups_of(config.get("parameters of a group")):
         engine, _, loader, _ = elastic.initialize(
-            model=model, training_data=texts(config.get("size", 37), crew.indices), config=native,
+            model=model, training_data=written(config).texts(config.get("size", 37), crew.indices), config=native,
             weights=config.get("weights"), **given,
         )  # fmt: skip
     return engine, loader
@@ -74,10 +74,25 @@ def train(config: dict[str, Any]) -> None:
     engine, loader = build(config)
     balance = Balance(engine.module)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    try:
+        steps(config, engine, loader, balance)
+    finally:
+        # Their graph would keep the groups.
+        balance.begin()
+    crew.told.update(
+        starts=elastic.state["starts"],
+        mesh=dict(elastic.get_context().mesh),
+        coordinates=dict(elastic.get_context().coordinates),
+        weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
+    )
+
+
+def steps(config: dict[str, Any], engine: Any, loader: Any, balance: Balance) -> None:
     for _ in elastic.epochs():
         for tokens, labels in loader:
             context = elastic.get_context()
-            loss = balance.loss(engine(tokens), labels)
+            balance.begin()
+            loss = loss_of(config, balance, engine(tokens), labels)
             if config.get("at") == context.step and engine.is_gradient_accumulation_boundary():
                 crew.point("there")
                 if context.rank in config["victims"]:
@@ -88,9 +103,3 @@ def train(config: dict[str, Any]) -> None:
             engine.step()
             if config.get("drifts after") == context.step and context.rank == config["victim"]:
                 drift(engine, config["drifts"], config.get("kind"))
-    crew.told.update(
-        starts=elastic.state["starts"],
-        mesh=dict(elastic.get_context().mesh),
-        coordinates=dict(elastic.get_context().coordinates),
-        weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
-    )

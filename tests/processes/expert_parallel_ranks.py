@@ -17,6 +17,8 @@ ZERO: dict[str, dict[str, Any]] = {
     "stage2-round-robin": {"stage": 2, "round_robin_gradients": True},
     "stage3": {"stage": 3, "stage3_param_persistence_threshold": 10},
     "stage3-sub-groups": {"stage": 3, "stage3_param_persistence_threshold": 10, "sub_group_size": 5},
+    "stage1-sequences": {"stage": 1, "sp": 2},
+    "stage3-sequences": {"stage": 3, "sp": 2},
 }
 EXPERTS, WIDTH, FFN = 8, 6, 7
 _MLP = "model.layers.0.mlp."
@@ -85,12 +87,18 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, ep: int) -> Non
     """What the state says of a rank, looked up in DeepSpeed's own flat tensors, is these very elements of the whole;
     and `open_state` has compared it with the pure layout."""
     import torch
+    from deepspeed import comm
 
     from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
+    from elastic.engines.deepspeed.experts.placement import make_groups
     from elastic.training.state.engine_state import open_state
 
+    # In a world of one cell of experts there is no other part of a sequence.
+    sp = zero.get("sp", 1) if world_size > ep else 1
     deepspeed_ranks.join_fake(rank, world_size)
-    engine = make_engine(zero, ep)
+    comm.init_distributed(dist_init_required=False, verbose=False)
+    make_groups(ep, sp)
+    engine = make_engine({key: value for key, value in zero.items() if key != "sp"}, ep)
     stage3 = zero["stage"] == 3
     flats = (
         engine.optimizer.fp32_partitioned_groups_flat if stage3 else engine.optimizer.single_partition_of_fp32_groups
@@ -106,7 +114,8 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, ep: int) -> Non
     for name in (f"{_MLP}experts.w{number}" for number in (1, 2, 3)):
         share = torch.Size(SHAPES[name]).numel() // ep
         own = [chunk for chunk in chunks if chunk.name == name]
-        assert all(rank % ep * share <= chunk.start < chunk.stop <= (rank % ep + 1) * share for chunk in own), own
+        first = rank // sp % ep * share
+        assert all(first <= chunk.start < chunk.stop <= first + share for chunk in own), own
         assert world_size > ep or sum(chunk.numel for chunk in own) == share, own
     assert chunks or rank > 0
     deepspeed_ranks._leave(engine)

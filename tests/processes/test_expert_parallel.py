@@ -54,7 +54,7 @@ def through(
         outcomes = crew.run(
             who, "expert_parallel.train", {**config, "stage": stage, "url": str(url)}, end_at=end_at,
             checkpoint=checkpoint, ep=ep,
-            **MORE, **more,
+            **{**MORE, **more},
         )  # fmt: skip
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
         assert all(outcome.clean for outcome in outcomes)
@@ -150,6 +150,38 @@ def _packed(model: torch.nn.Module) -> Any:
             yield name.replace("experts.down_proj", "experts.w2").replace("mlp.gate", "mlp.router.gate"), value.detach()
 
 
+SHARED = {"sequences": True, "clipping": CLIPPING}
+
+
+@pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 2}, {"stage": 3}, UNCLIPPED], ids=of_stage)
+def test_experts_are_shared_beside_sequences(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
+    """Tokens travel to workers with the same part of their sequences."""
+    config = {**SHARED, **config}
+    whole = through(crew, tmp_path / "whole", config, [((0,), 1, None)])
+    parts = [((0, 1, 2, 3), 2, 3), ((2, 0), 1, 5), ((1, 3, 0, 2), 2, None)]
+    moved = through(crew, tmp_path / "moved", config, parts, ep_sizes=(1, 2), sp=2)
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state, moved.state) <= ALLOWED
+    norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
+    for rank, outcome in enumerate(moved.outcomes[-4:]):
+        assert [outcome.told["coordinates"][axis] for axis in ("sp", "ep")] == [rank % 2, rank // 2]
+        own = whole.outcomes[0].told["weights"][f"{MLP}.experts.w2"][2 * (rank // 2) :][:2]
+        assert torch.allclose(outcome.told["weights"][f"{MLP}.experts.w2"], own, atol=ALLOWED), "as they say"
+        for report in outcome.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"stage": 2}, {"stage": 3}, UNCLIPPED], ids=of_stage)
+def test_several_cells_share_experts_beside_sequences(eight: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
+    config = {**SHARED, **config}
+    whole = through(eight, tmp_path / "whole", config, [((0,), 1, None)], max_world_size=8)
+    parts = [(range(8), 2, 3), ((5, 0, 6, 3), 2, 5), ((1, 7, 0, 2, 6, 5, 3, 4), 4, None)]
+    moved = through(eight, tmp_path / "moved", config, parts, ep_sizes=(1, 2, 4), sp=2, max_world_size=8)
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state, moved.state) <= ALLOWED
+
+
 @pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 3}, UNCLIPPED], ids=of_stage)
 def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
     """A rank's experts are an interval of the whole: what others held is read as at another number of ranks."""
@@ -176,14 +208,21 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, stage: int) -> 
     assert _distance(still.losses, moved.losses) <= 2e-2
 
 
-@pytest.mark.parametrize("own", [{"stage": 1}, UNCLIPPED], ids=of_stage)
+@pytest.mark.parametrize(
+    ("own", "fewer"),
+    [
+        ({"stage": 1}, {"ep": 2}),
+        (UNCLIPPED, {"ep": 2}),
+        ({"stage": 2, "sequences": True}, {"ep": 1, "ep_sizes": (1, 2), "sp": 2}),
+    ],
+)
 def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(
-    crew: Crew, tmp_path: Path, own: dict[str, Any]
+    crew: Crew, tmp_path: Path, own: dict[str, Any], fewer: dict[str, Any]
 ) -> None:
-    """Rank 1 is killed. In the layer of experts rank 2 waits for rank 3, which computes: nothing but an abort would end
-    that."""
+    """Rank 1 is killed. In the layer of experts rank 2 waits for rank 3, or with sequences for rank 0, which compute:
+    nothing but an abort would end that."""
     config = {**own, "in_loop": True, "url": str(tmp_path / "moved")}
-    more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "ep": 2}
+    more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, **fewer, "ep": 2}
     crew.begin([0, 1, 2, 3], "expert_parallel.train", {**config, "victims": [0, 1, 3], "at": 4}, **more)
     for number in range(4):
         crew.reached(number, "there")
@@ -198,7 +237,8 @@ def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(
     store = CheckpointStore(str(tmp_path / "moved"), "run")
     assert store.list()[0].step == 4
 
-    shrunk = crew.run([3, 2], "expert_parallel.train", config, checkpoint=store.list()[0].id, end_at=6, **more)
+    checkpoint = store.list()[0].id
+    shrunk = crew.run([3, 2], "expert_parallel.train", config, checkpoint=checkpoint, end_at=6, **{**more, **fewer})
     _assert_ended(shrunk, "ended", 6)
     reason = "left: expert parallelism has replaced the model's experts by a share of them, which cannot be undone"
     assert reason in crew.members[2].points
@@ -219,19 +259,23 @@ def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(
         (3, {"stage": 2}, "weights of "),
         (1, UNCLIPPED, "master/"),
         (3, {**UNCLIPPED, "kind": "exp_avg"}, "exp_avg/"),
+        (2, {"stage": 1, "sequences": True}, "weights of "),
+        (3, {**UNCLIPPED, "sequences": True, "kind": "exp_avg"}, "exp_avg/"),
     ],
 )
 def test_copies_of_experts_that_drift_apart_are_told_on_all_ranks(
     crew: Crew, tmp_path: Path, victim: int, own: dict[str, Any], what: str
 ) -> None:
     config = {**own, "drifts after": 1, "drifts": f"{MLP}.experts.w2", "victim": victim, "url": str(tmp_path)}
-    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=2, **MORE)
+    sp = 2 if own.get("sequences") else 1
+    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=2, sp=sp, **MORE)
     assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
     said = [outcome.result.message for outcome in outcomes]
-    for rank in (1, 3):
+    alike = [rank for rank in range(4) if rank // sp % 2 == 1]
+    for rank in alike:
         assert f"{what}{MLP}.experts.w2 on rank" in said[rank]
-    assert any(f"on rank {rank}" in said[1] for rank in (1, 3))
-    for rank in (0, 2):
+    assert any(f"on rank {rank}" in said[victim] for rank in alike)
+    for rank in {*range(4)} - {*alike}:
         assert "the ranks with expert coordinate 1" in said[rank]
     assert not CheckpointStore(str(tmp_path), "run").list()
 

@@ -232,6 +232,7 @@ def test_what_would_be_wrong_over_shared_sequences_is_refused_by_name(
     [
         pytest.param({"stage": 1, "model": {**TIED, **BALANCED}}, id="stage1-tied-balanced"),
         pytest.param({"stage": 2}, id="stage2"),
+        pytest.param({"stage": 0, "clipping": 0, "model": BALANCED}, id="stage0-balanced", marks=SLOW),
         pytest.param({"stage": 3, "model": BALANCED}, id="stage3-balanced", marks=SLOW),
     ],
 )
@@ -243,6 +244,20 @@ def test_mixtral_with_shared_experts_equals_one_rank_without_autoep(
     whole = through(crew, tmp_path / "whole", config, WHOLE)
     moved = through(crew, tmp_path / "moved", {**config, "native": AUTOEP}, MOVED, ep=2)
     assert [outcome.told["coordinates"]["ep"] for outcome in moved.outcomes[-4:]] == [0, 1, 0, 1]
+    assert_equal_by_autoep(whole, moved)
+
+
+def test_mixtral_with_shared_experts_and_sequences_equals_one_rank_without(crew: Crew, tmp_path: Path) -> None:
+    config = {"family": "Mixtral", "eps": EPS, "stage": 2}
+    parts: Sequence[Part] = (((0, 1, 2, 3), 3), ((2, 0), 5, {"ep": 1}), ((1, 3, 0, 2), None))
+    whole = through(crew, tmp_path / "whole", config, WHOLE)
+    config |= {"native": AUTOEP, "model": ELASTIC}
+    moved = through(crew, tmp_path / "moved", config, parts, "train_on_parts", ep=2, ep_sizes=(1, 2), sp=2)
+    assert [outcome.told["coordinates"]["ep"] for outcome in moved.outcomes[-4:]] == [0, 0, 1, 1]
+    assert_equal_by_autoep(whole, moved)
+
+
+def assert_equal_by_autoep(whole: Run, moved: Run) -> None:
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     expected, found = named_as_by_autoep(whole), moved.state()
     assert _distance(expected, {name: found[name] for name in expected}) <= ALLOWED

@@ -47,9 +47,9 @@ class Mixture(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, transformer: type[Transformer] = Transformer) -> None:
         super().__init__()
-        self.model = Transformer(dropout)
+        self.model = transformer(dropout)
         for layer in self.model.layers:
             layer.mlp = Mixture()
         self.config = SimpleNamespace(num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN)

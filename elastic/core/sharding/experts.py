@@ -20,31 +20,42 @@ Partition = Callable[[Group, int, int], Layout]
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of a world in which each `ep` neighbours have all experts between them. `apart`: each expert is a tensor
-    by itself."""
+    """One rank of a world of which a share of the experts is on each `beside` neighbours, and all of them are on `ep`
+    such. `apart`: each expert is a tensor by itself."""
 
     rank: int
     world_size: int
     ep: int = 1
     apart: bool = False
+    beside: int = 1
 
     @property
     def share(self) -> int:
         """Which part of the experts the rank has."""
-        return self.rank % self.ep
+        return self.rank // self.beside % self.ep
 
     @property
     def alike(self) -> tuple[int, ...] | None:
         """The ranks with the same experts; None: all have all of them."""
-        return tuple(range(self.share, self.world_size, self.ep)) if self.ep > 1 else None
+        if self.ep == 1:
+            return None
+        return tuple(rank for rank in range(self.world_size) if rank // self.beside % self.ep == self.share)
 
     def among(self, experts: bool) -> tuple[int, int]:
         """(rank, size) in the ranks that a group, of experts or dense, is partitioned over."""
-        return (self.rank // self.ep, self.world_size // self.ep) if experts else (self.rank, self.world_size)
+        if not experts:
+            return self.rank, self.world_size
+        cell, own = divmod(self.rank, self.ep * self.beside)
+        return cell * self.beside + own % self.beside, self.world_size // self.ep
 
     def first(self, numel: int, experts: bool) -> int:
         """Where in the whole tensor the `numel` elements begin of which this rank holds a part."""
         return self.share * numel if experts and not self.apart else 0
+
+
+def neighbours(ranks: Sequence[int]) -> int:
+    """How many of these ascending ranks follow one another from the first on."""
+    return next((at for at, rank in enumerate(ranks) if rank != ranks[0] + at), len(ranks))
 
 
 def held(groups: Sequence[tuple[Group, bool]], place: Place, partition: Partition, buffer: str) -> RankLayout:

@@ -72,9 +72,9 @@ def resolve(
     """
     _check_options(config)
     pipeline.check(config, pp)
-    if ep > 1 and cell > 1:
+    if ep > 1 and max(tp, pp) > 1:
         mesh = described(cell // tp // pp, tp, ep, pp)
-        raise UsageError(f"{mesh}: ep with another axis is supported with engine: fsdp2; give one of them")
+        raise UsageError(f"{mesh}: ep with tp or pp is supported with engine: fsdp2; give one of them")
     shared = experts.configured(config, ep, ep_changes) | tensor_parallel.configured(config, tp)
     batch = _with_loader(config, batch, loader_batch)
     micro, full = resolve_batch(config, batch, max_world_size or world_size)

@@ -26,7 +26,7 @@ from elastic.engines.deepspeed.experts import native as native_experts
 from elastic.engines.deepspeed.experts.native_passes import prepare
 from elastic.engines.deepspeed.experts.native_rules import require_carriable as require_whole_layers
 from elastic.engines.deepspeed.experts.optimizer import groups_of_any_size, regrouped, require_groups
-from elastic.engines.deepspeed.experts.placement import refuse_unplaceable, require_experts
+from elastic.engines.deepspeed.experts.placement import make_groups, refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.experts.recorders import table_by_names
 from elastic.engines.deepspeed.operators import build_ahead
 from elastic.engines.deepspeed.pipeline import config as pipeline
@@ -98,7 +98,8 @@ class DeepSpeed:
         most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
         sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)
         found = resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
-        return replace(found, begins=spec.checkpoint is None, tp_sizes=spec.tp_sizes, ep_sizes=spec.ep_sizes)
+        begins = spec.checkpoint is None
+        return replace(found, begins=begins, sp=mesh.sp, tp_sizes=spec.tp_sizes, ep_sizes=spec.ep_sizes)
 
     def build(
         self,
@@ -225,6 +226,8 @@ def _initialized(
 
     values = startup.values_come_later() if form.whole and not resolved.begins else contextlib.nullcontext()
     noting = noting_cuts(form.tp) if form.tp > 1 else contextlib.nullcontext()
+    if form.ep > 1:
+        make_groups(form.ep, resolved.sp)
     with (
         user_calls.building(),
         startup.named_by_shape(),

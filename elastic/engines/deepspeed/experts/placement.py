@@ -51,6 +51,15 @@ def first_by_group(parameter: Any) -> int:
     return dist.get_rank(groups._get_expert_parallel_group(parameter.group_name)) * held
 
 
+def make_groups(ep: int, sp: int) -> None:
+    """Before DeepSpeed makes those of `ep` ranks that share experts itself, which it does not where there are any: of
+    ranks with the same one of `sp` parts of their sequences, as where so many share each layer in its own layers of
+    experts (deepspeed/utils/groups.py, `_create_expert_and_data_parallel`). Collective."""
+    from deepspeed.utils import groups
+
+    groups._create_expert_and_data_parallel(ep, mp_size=sp, mp_mode="tp")
+
+
 def copies_group(engine: Any) -> dist.ProcessGroup | None:
     """The ranks with the same experts as this one; None where there are none, or all ranks have them."""
     named = next((p.group_name for p in engine.module.parameters() if is_expert(p)), None)

@@ -29,6 +29,7 @@ class ReplicatedState(ZeroState):
         self._flat = hasattr(self._wrapper, "fp32_groups_flat")
         self._unfused = not self._flat and hasattr(self._wrapper, "fp32_groups")
         self.base: torch.optim.Optimizer = self._wrapper.optimizer if self._flat or self._unfused else self._wrapper
+        self._alike = self.place.alike
         if self.place.ep > 1:
             self.once, *_ = engine.expert_parallel_group.values()
 
@@ -44,7 +45,7 @@ class ReplicatedState(ZeroState):
             for parameter, master in zip(group, held, strict=True):
                 name = self._names[id(parameter)]
                 chunk = Chunk(name, first_element(parameter), parameter.numel(), whole_buffer(name), 0)
-                among = self.place.alike if is_expert(parameter) else None
+                among = self._alike if is_expert(parameter) else None
                 found.append(Master(chunk.buffer, number, master, (chunk,), (name,), replicated=True, among=among))
         return found
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.core.errors import UsageError
-from elastic.core.sharding.experts import Place
+from elastic.core.sharding.experts import Place, neighbours
 from elastic.core.sharding.layout import RankLayout
 from elastic.engines.deepspeed.experts import config, placement
 from elastic.engines.deepspeed.experts.native import Counterparts
@@ -34,8 +34,9 @@ class ZeroState(ABC):
         self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
         self.counterparts = Counterparts(engine.module)
         ep = max(config.size_of(engine._config._param_dict), self.counterparts.ep)
-        self.place = Place(self.rank, self.world_size, ep, apart=self.counterparts.ep > 1)
         self.copies = placement.copies_group(engine)
+        beside = 1 if self.copies is None else neighbours(dist.get_process_group_ranks(self.copies))
+        self.place = Place(self.rank, self.world_size, ep, self.counterparts.ep > 1, beside)
         self.tied = pipeline.tied_names(engine.module)
         self.elsewhere = pipeline.saved_elsewhere(engine.module)
         self.cuts: Cuts | None = None

@@ -33,6 +33,13 @@ def test_without_a_mesh_experts_that_were_enabled_are_all_on_each_rank() -> None
         assert size_of(resolve({**GIVEN, "expert_parallel": section}, NONE, 3).native) == 0
 
 
+def test_experts_are_shared_beside_sequences_and_no_other_axis() -> None:
+    made = resolve(GIVEN, NONE, 2, cell=2, ep=2)
+    assert (made.micro_steps, made.native["train_batch_size"]) == (6, 48), "to DeepSpeed all four are data parallel"
+    with pytest.raises(UsageError, match=r"tp: 2, ep: 2\}: ep with tp or pp is supported with engine: fsdp2"):
+        resolve(GIVEN, NONE, 2, cell=4, tp=2, ep=2)
+
+
 def test_stage_0_is_taken_where_nothing_is_clipped() -> None:
     assert size_of(resolve({**GIVEN, **UNCLIPPED}, NONE, 4, ep=2).native) == 2
     assert (

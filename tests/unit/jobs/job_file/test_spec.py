@@ -210,7 +210,8 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("mesh: {pp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {pp: 8})"),
         ("mesh: {sp: 2, pp: 2}\n", "sp and pp are supported together with engine: fsdp2; give one of them"),
         ("mesh: {cp: 2, tp: 2}\n", "line 3: cp (context parallelism, ring attention) is not supported: torch"),
-        ("mesh: {sp: 2, ep: 2}\n", "sp and ep are supported together with engine: fsdp2; give one of them"),
+        ("mesh: {ep: 2, tp: 2}\n", "tp and ep are supported together with engine: fsdp2; give one of them"),
+        ("mesh: {sp: 2, ep: 4}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {sp: 2, ep: 4})"),
         ("mesh: {ep: 2, pp: 2}\n", "ep and pp are supported together with engine: fsdp2; give one of them"),
         ("engine: fsdp2\nmesh: {ep: 2, pp: 4}\n", "has no multiple of 8 (mesh: {ep: 2, pp: 4})"),
         (
