@@ -21,6 +21,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
     model = MixtureOfExperts(config.get("dropout", 0.0), written(config).Transformer)
     model.model.layers[0].mlp.experts.down_proj.requires_grad_(not config.get("frozen", False))
+    if config.get("unchosen"):
+        leave_unchosen(model)
     native = trainings.deepspeed_config(config)
     native["expert_parallel"] = {**AUTOEP, **config.get("expert_parallel", {})}
     given: dict[str, Any] = {}
@@ -40,6 +42,14 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             weights=config.get("weights"), **given,
         )  # fmt: skip
     return engine, loader
+
+
+@torch.no_grad()
+def leave_unchosen(model: MixtureOfExperts) -> None:
+    """The latter half of each layer's experts: no token chooses one."""
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.bias[0] = 9.0
+        layer.mlp.gate.weight[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
 
 
 @contextmanager

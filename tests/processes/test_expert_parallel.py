@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew
-from expert_model import EPS, Balance, MixtureOfExperts
+from expert_model import EPS, EXPERTS, Balance, MixtureOfExperts
 from layered_model import text
 from test_oracle import Run, _assert_ended, _assert_every_sample_once, _distance, damage_newest
 
@@ -81,6 +81,9 @@ CASES = [
     pytest.param({"stage": 1, "named optimizer": True}, id="stage1-optimizer-of-the-configuration"),
     pytest.param({**UNCLIPPED, "dropout": 0.2}, id="stage0-dropout"),
     pytest.param({**UNCLIPPED, "stages": (0, 2, 0)}, id="stages-0-2-0"),
+    # Half of the workers have nothing to compute in these layers.
+    pytest.param({**UNCLIPPED, "unchosen": True}, id="stage0-unchosen"),
+    pytest.param({"stage": 2, "unchosen": True}, id="stage2-unchosen"),
     pytest.param({**UNCLIPPED, "sgd": True, "own schedule": "to be made", "schedule": False}, id="stage0-sgd"),
 ]
 
@@ -98,6 +101,8 @@ def test_a_run_with_shared_experts_equals_one_rank_with_all(crew: Crew, tmp_path
     assert [dict(outcome.told["coordinates"]) for outcome in moved.outcomes[-4:]] == [
         {"dp": rank, "sp": 0, "tp": 0, "ep": rank % 2, "pp": 0} for rank in range(4)
     ]
+    if config.get("unchosen"):
+        assert not whole.state[f"exp_avg/{MLP}.experts.w2"].view(EXPERTS, -1)[EXPERTS // 2 :].any()
     norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
     assert min(norms.values()) > CLIPPING, "gradients were clipped"
     for outcome in moved.outcomes:
