@@ -80,22 +80,25 @@ def test_a_compiled_model_is_not_run_uncompiled_to_count_its_flops(crew: Crew, t
 EXPERTS: dict[str, Any] = {**DOUBLE, "dropout": 0.2}
 SHARED: dict[str, Any] = {"ep": 2, "ep_sizes": (1, 2)}
 ALL_EXPERTS: Sequence[Part] = (((0, 1, 2, 3), 3), ((2, 0), 5, {"ep": 1}), ((1, 3, 0, 2), None))
+MESHES: dict[str, dict[str, int]] = {"alone": {}, "tp": {"tp": 2}, "sp": {"sp": 2}}
 SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("by", "tp"),
+    ("by", "beside"),
     [
-        ("blocks", 1),
-        *(pytest.param(by, 1, marks=SLOW) for by in ("attention", "wrapped blocks", "model", "wrapped", "rows")),
-        *(pytest.param(by, 2, marks=SLOW) for by in ("attention", "blocks", "wrapped")),
+        ("blocks", "alone"),
+        *(pytest.param(by, "alone", marks=SLOW) for by in ("attention", "wrapped blocks", "model", "wrapped", "rows")),
+        *(pytest.param(by, "tp", marks=SLOW) for by in ("attention", "blocks", "wrapped")),
+        *(pytest.param(by, "sp", marks=SLOW) for by in ("blocks", "wrapped")),
     ],
 )
-def test_experts_are_shared_within_what_is_compiled(crew: Crew, tmp_path: Path, by: str, tp: int) -> None:
+def test_experts_are_shared_within_what_is_compiled(crew: Crew, tmp_path: Path, by: str, beside: str) -> None:
     """Their graphs have nothing of the mesh in them; those of slices have, and are made once in each generation."""
-    whole = through_experts(crew, tmp_path / "whole", EXPERTS, WHOLE)
-    config = {**EXPERTS, "in_loop": True, "compiled": by}
-    moved = through_experts(crew, tmp_path / "moved", config, ALL_EXPERTS, tp=tp, **SHARED)
+    plain = {**DOUBLE, "sequences": True} if beside == "sp" else EXPERTS
+    whole = through_experts(crew, tmp_path / "whole", plain, WHOLE)
+    config = {**plain, "in_loop": True, "compiled": by}
+    moved = through_experts(crew, tmp_path / "moved", config, ALL_EXPERTS, **SHARED, **MESHES[beside])
     assert_equal(whole, moved)
     # After each pass of the member that was in all three generations.
     first, second, last = moved.outcomes[-2].told["compiled"].values()
@@ -104,7 +107,7 @@ def test_experts_are_shared_within_what_is_compiled(crew: Crew, tmp_path: Path, 
         assert max(len(set(first)), len(set(last))) <= 3, "a new number of rows, and then any"
     else:
         assert len(set(first)) == len(set(last)) == 1, "what the first pass has not compiled is not compiled again"
-        assert (last[-1] == second[-1]) == (tp == 1)
+        assert (last[-1] == second[-1]) == (beside != "tp")
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=SLOW)])

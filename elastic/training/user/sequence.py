@@ -9,7 +9,8 @@ per layer and direction, of 4 and 1 activations' size divided by the ranks of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,20 @@ from elastic.training import context
 from elastic.training.generation import Generation
 
 _Attention = TypeVar("_Attention", bound=Callable[..., torch.Tensor])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _between_graphs(function: _Function) -> _Function:
+    """Of ranks that share sequences. torch.compile would trace into the collectives, and keep their group and which
+    part this rank has."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and size() > 1:
+            return torch.compiler.disable(function, reason="sequences are shared")(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return function(*args, **kwargs)
+
+    return cast(_Function, called)
 
 
 def size() -> int:
@@ -43,6 +58,7 @@ def group() -> dist.ProcessGroup | None:
     return None if generation is None or generation.scope.spec.sp == 1 else generation.group.hand_out("sp")
 
 
+@_between_graphs
 def split(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """This rank's part of `tensor` along its sequence dimension `dim`: the ranks of a cell have neighbouring parts of
     one length, in their order.
@@ -62,6 +78,7 @@ def split(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     return tensor if parts == 1 else tensor.chunk(parts, dim)[rank()].contiguous()
 
 
+@_between_graphs
 def mean(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     """The mean over the tokens of whole sequences: the sum of all parts' `total` by the sum of their `count`.
 
@@ -85,6 +102,7 @@ def mean(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
         return total / counts.clamp(min=1)
 
 
+@_between_graphs
 def attention(
     local: _Attention,
     query: torch.Tensor,
