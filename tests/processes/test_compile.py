@@ -110,12 +110,11 @@ def test_experts_are_shared_within_what_is_compiled(crew: Crew, tmp_path: Path, 
         assert (last[-1] == second[-1]) == (beside != "tp")
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=SLOW)])
-def test_survivors_with_compiled_blocks_stay_in_their_loop(crew: Crew, tmp_path: Path, tp: int) -> None:
+def test_survivors_with_compiled_blocks_stay_in_their_loop(crew: Crew, tmp_path: Path) -> None:
     """They wait for experts of the dead one, or for one that does."""
     config, url = {**EXPERTS, "strict": True, "compiled": "blocks"}, tmp_path / "moved"
-    run = with_a_rank_killed(crew, url, "routed.train", config, "backward", {"ep": 1}, tp=tp, **SHARED)
-    moved, whole = Cells(url, run, tp), through_experts(crew, tmp_path / "whole", EXPERTS, WHOLE)
+    run = with_a_rank_killed(crew, url, "routed.train", config, "backward", {"ep": 1}, **SHARED)
+    moved, whole = Cells(url, run), through_experts(crew, tmp_path / "whole", EXPERTS, WHOLE)
     assert _distance(whole.after(AT), moved.losses) <= ALLOWED
     assert _distance(whole.state(), moved.state(whole.shapes[0])) <= EXACT
 
