@@ -66,7 +66,7 @@ class Rank(SilentCoordinator):
             marks=lambda replicas: [],
             require_equal=lambda least, replicas: None,
             record=lambda generation, shard: (record, record.bytes),
-            sharded=SimpleNamespace(once=None),
+            sharded=SimpleNamespace(writers=None),
             capture_into=lambda memory, record, step, caller: (caller, Transfer([], [])),
         )
         self.snapshots = Snapshots(self.scope, state, dict)
