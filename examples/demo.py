@@ -60,7 +60,7 @@ def run(folder: Path, run_id: str, *more: str, job: Path = JOB, nodes: int = NOD
     """Through the command line, its progress shown live; False if the run did not reach its end."""
     command = ["run", str(job), "--nodes", str(nodes), "--run-id", run_id, "--storage", str(folder)]
     command += ["--summary", str(folder / f"{run_id}.json"), *more]
-    # Whoever ends the demo ends the run, too.
+    # SIGTERM ends the run, too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     say(f"\n{run_id}: elastic run {os.path.relpath(job, ROOT)} --nodes {nodes} {' '.join(more)}".rstrip())
     with open(folder / f"{run_id}.txt", "wb") as report:
