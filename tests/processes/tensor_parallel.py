@@ -112,6 +112,9 @@ def train(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for tokens, labels in loader:
             context = elastic.get_context()
+            if config.get("lengths"):
+                length = layered_model.LENGTH - context.step % 4
+                tokens, labels = tokens[:, :length], labels[:, :length]
             last = engine.is_gradient_accumulation_boundary()
             with cells.step_of(config):
                 cells.come_to(config, "forward", last)

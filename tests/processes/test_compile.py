@@ -110,11 +110,15 @@ def test_experts_are_shared_within_what_is_compiled(crew: Crew, tmp_path: Path, 
         assert (last[-1] == second[-1]) == (beside != "tp")
 
 
-def test_survivors_with_compiled_blocks_stay_in_their_loop(crew: Crew, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [pytest.param("tp", marks=SLOW), "alone"])
+def test_survivors_with_compiled_blocks_stay_in_their_loop(crew: Crew, tmp_path: Path, beside: str) -> None:
     """They wait for experts of the dead one, or for one that does."""
     config, url = {**EXPERTS, "strict": True, "compiled": "blocks"}, tmp_path / "moved"
-    run = with_a_rank_killed(crew, url, "routed.train", config, "backward", {"ep": 1}, **SHARED)
-    moved, whole = Cells(url, run), through_experts(crew, tmp_path / "whole", EXPERTS, WHOLE)
+    run = with_a_rank_killed(crew, url, "routed.train", config, "backward", {"ep": 1}, **SHARED, **MESHES[beside])
+    moved, whole = (
+        Cells(url, run, MESHES[beside].get("tp", 1)),
+        through_experts(crew, tmp_path / "whole", EXPERTS, WHOLE),
+    )
     assert _distance(whole.after(AT), moved.losses) <= ALLOWED
     assert _distance(whole.state(), moved.state(whole.shapes[0])) <= EXACT
 

@@ -34,12 +34,14 @@ WAYS = [
     pytest.param({"fsdp2": {"cpu_offload": True}}, id="offload"),
     pytest.param({"recomputed": True, "dropout": 0.2}, id="recomputed"),
     pytest.param({"compiled": True}, id="compiled", marks=SLOW),
+    # Of other lengths and, in the epoch's last step, of fewer rows: torch 2.13 cannot trace two sizes that vary.
+    pytest.param({"compiled": True, "lengths": True}, id="compiled at many sizes"),
 ]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_equals_one_rank_with_whole_layers(crew: Crew, tmp_path: Path, way: dict[str, Any]) -> None:
-    plain = {key: value for key, value in way.items() if key == "dropout"}
+    plain = {key: value for key, value in way.items() if key in ("dropout", "lengths")}
     whole = through(crew, tmp_path / "whole", {**FSDP2, **plain}, WHOLE, tp=1)
     moved = through(crew, tmp_path / "moved", {**IN_LOOP, **way}, MOVED)
     assert _distance(whole.losses, moved.losses) <= ALLOWED

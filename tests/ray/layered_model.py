@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         self.recomputed = False
 
     def placed(self, words: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.embed(words) + self.places.weight
+        found: torch.Tensor = self.embed(words) + self.places.weight[: words.shape[1]]
         return found
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:

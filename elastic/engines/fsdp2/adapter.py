@@ -22,7 +22,15 @@ from elastic.engines.fsdp2.collectives import CountedExchanges, count_collective
 from elastic.engines.fsdp2.experts import count_exchanges, end_exchanges
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
-from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, SHARD, Meshes, forget_compiled
+from elastic.engines.fsdp2.meshes import (
+    COPIES,
+    EXPERTS,
+    SAME_EXPERTS,
+    SHARD,
+    Meshes,
+    compile_each_size,
+    forget_compiled,
+)
 from elastic.engines.fsdp2.sharding import gathered, reshard
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.fsdp2.tensor_parallel import require_local
@@ -152,6 +160,7 @@ class Fsdp2Adapter:
             count_exchanges(self.module, self.ledger)
         if meshes.tp is not None:
             self.ledger.name_axis(meshes.tp.get_group(), "tp")
+            self._compile_any_size = compile_each_size()
             self._counted.install()
             self._whole_gradients = WholeGradients(meshes.tp.get_group(), device, _ADDED_UP)
         self._all_reduce = self.ledger.timed("all_reduce", dist.all_reduce)
@@ -291,6 +300,7 @@ class Fsdp2Adapter:
         meshes, self._meshes = self._meshes, None
         if meshes is not None and meshes.tp is not None:
             forget_compiled()
+            self._compile_any_size()
         self._counted.remove()
         self.ledger.close()
         self._whole_gradients = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -237,6 +238,19 @@ def forget_meshes() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor."):
             _clear_caches(module)
+
+
+def compile_each_size() -> Callable[[], None]:
+    """Until what is returned is called, torch.compile makes a graph for each size and none for any, in this thread:
+    DTensors of two sizes that vary, rows and lengths, say, exceed torch 2.13's recursion depth
+    (pytorch/pytorch#152963). What a script has told torch of its sizes itself (`dynamic=True`) holds."""
+    config, before = torch._dynamo.config, torch._dynamo.config.automatic_dynamic_shapes
+    config.automatic_dynamic_shapes = False
+
+    def put_back() -> None:
+        config.automatic_dynamic_shapes = before
+
+    return put_back
 
 
 def forget_compiled() -> None:
