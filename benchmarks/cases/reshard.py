@@ -11,13 +11,17 @@ from benchmarks.children import Children, NotMeasured
 from benchmarks.figures import Figure, Target, not_measured, ratio
 from benchmarks.options import Options
 from benchmarks.workload import LARGE, SMALL
+from elastic.core.checkpoint.snapshots import Copies
+from elastic.core.mesh import Mesh, MeshSettings
+from elastic.core.sharding.mesh_policy import MeshFacts, choose
+from elastic.core.sharding.placement import members_in_order
 from elastic.core.sharding.reshard import SourceIndex
 from elastic.core.sharding.zero import zero3_layout
 from elastic.planner.model_shape import parse_model
 
 CASE = "reshard"
 OLD, NEW, STAGE = 4, 3, 1
-PLANNED = 1024
+PLANNED, STAGES = 1024, tuple(range(1, 81))
 OWN, DEEPSPEED, DCP = "ray-elastic", "DeepSpeed", "torch DCP"
 # From one mesh to another: ranks, and how many of them share each MLP.
 MESHES = (((4, 2), (3, 1)), ((4, 2), (2, 2)), ((3, 1), (4, 2)))
@@ -67,7 +71,31 @@ def _plans(times: int) -> list[Figure]:
     return [
         Figure(CASE, f"{change}: index of what all ranks hold", "s", tuple(indexing), targets=(Target("median", 0.3),)),
         Figure(CASE, f"{change}: a rank's plan", "s", tuple(planning), targets=(Target("median", 0.15),)),
+        _choice(times),
     ]
+
+
+def _choice(times: int) -> Figure:
+    """What the controller computes before a generation begins: two stages before, any of `STAGES` after a loss, and for
+    each which worker gets which rank."""
+    per, lost = 8, 5
+    nodes = {f"n{at}": range(at * per, (at + 1) * per) for at in range(PLANNED // per)}
+    settings, before = MeshSettings(pp=STAGES[-1], choices={"pp": STAGES}), Mesh.of(PLANNED, pp=2)
+    # Each has a copy of what the node before it has.
+    held = ((name, ranks[0], (ranks[0] - per) % PLANNED) for name, ranks in nodes.items() if name != f"n{lost}")
+    copies = Copies(PLANNED, tuple((name, ((own, own + per),), ((copy, copy + per),)) for name, own, copy in held))
+    slots = [(name, tuple(ranks)) for at, (name, ranks) in enumerate(nodes.items()) if at != lost]
+    node_of = {worker: name for name, workers in slots for worker in workers}
+
+    def nodes_of(size: int, cell: int) -> list[str]:
+        return [node_of[worker] for worker in members_in_order(slots, size, copies, cell)]
+
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        choose(MeshFacts(settings, PLANNED - per, 1, 4096, (), {"pp": 2}, before, copies, nodes_of))
+        seconds.append(time.perf_counter() - began)
+    return Figure(CASE, f"{PLANNED} ranks, a node of {per} lost: one of {len(STAGES)} meshes", "s", tuple(seconds))
 
 
 def _mesh(options: Options, size: str, times: int, before: tuple[int, int], after: tuple[int, int]) -> list[Figure]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.core.actions import BeginGeneration, CommitStop, ProposeStop
 from elastic.core.checkpoint.rounds import Rounds
-from elastic.core.checkpoint.snapshots import Copies, is_snapshot, parse_snapshot_id
+from elastic.core.checkpoint.snapshots import Copies, is_snapshot
 from elastic.core.events import (
     CheckpointCommitted,
     CollectiveFailed,
@@ -27,6 +27,7 @@ from elastic.core.events import (
 )
 from elastic.core.fleet import Members
 from elastic.core.mesh import DRAWN_ANEW
+from elastic.core.run.membership import next_mesh, ranked, say_outlook
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training
 from elastic.core.run.recovery import (
     backdate,
@@ -39,8 +40,7 @@ from elastic.core.run.recovery import (
 from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
-from elastic.core.sharding.mesh_policy import MeshFacts, MeshVerdict, choose, table
-from elastic.core.sharding.placement import members_in_order
+from elastic.core.sharding.mesh_policy import table
 from elastic.core.tables import Amounts
 from elastic.core.wording import plural
 
@@ -54,7 +54,7 @@ def begin(transition: Transition, size: int, reason: str) -> None:
     base = transition.saved.newest_state
     mesh = next_mesh(transition, size, base)
     size, axes, meter = mesh.chosen.world_size, mesh.chosen.axes, transition.state.meter
-    members = _ranked(transition, size, base, transition.state.settings.mesh.shape(axes).cell)
+    members = ranked(transition, size, base, transition.state.settings.mesh.shape(axes).cell)
     step = base.step if base else 0
     number = transition.state.generation + 1
     repeated = max(0, transition.state.furthest_step - step)
@@ -88,37 +88,6 @@ def begin(transition: Transition, size: int, reason: str) -> None:
     transition.do(
         BeginGeneration(number, members, base.id if base else None, step, transition.trouble.skips, only_saves, axes)
     )
-
-
-def next_mesh(transition: Transition, size: int, base: KnownCheckpoint | None) -> MeshVerdict:
-    """The mesh of a generation that begins now on `size` workers at most."""
-    state = transition.state
-    settings, copies = state.settings, state.saved.copies if base is not None and is_snapshot(base.id) else Copies()
-    # Of the last generation's snapshots alone is it known who has which part.
-    last = base is not None and is_snapshot(base.id) and parse_snapshot_id(base.id)[1] == state.generation
-    before = settings.mesh.shape(state.axes).mesh(copies.ranks) if last and state.axes and copies.ranks else None
-    passes = None
-    if settings.global_batch is not None and settings.micro_batch is not None:
-        passes = -(-settings.global_batch // settings.micro_batch)
-
-    def nodes_of(world_size: int, cell: int) -> list[str | None]:
-        return [state.fleet.node_of(worker) for worker in _ranked(transition, world_size, base, cell)]
-
-    facts = MeshFacts(
-        settings.mesh, size, settings.scaling.min_workers, passes, state.meter.measured.meshes, state.axes or None,
-        before, copies, nodes_of,
-    )  # fmt: skip
-    return choose(facts)
-
-
-def _ranked(transition: Transition, size: int, base: KnownCheckpoint | None, cell: int) -> tuple[int, ...]:
-    """The members by rank: one slot's are neighbours, and each slot gets the ranks whose state its node holds.
-    Rank 0 stays where it is."""
-    slots = [(slot.node, workers) for slot, workers in transition.state.idle_slots]
-    in_memory = base is not None and is_snapshot(base.id)
-    copies = transition.saved.copies if in_memory else Copies()
-    leader = next(iter(transition.state.members), None)
-    return members_in_order(slots, size, copies, cell, leader)
 
 
 def source_of(base: KnownCheckpoint | None) -> str:
@@ -211,6 +180,7 @@ def first_step_done(transition: Transition, event: FirstStepDone) -> None:
         )
         transition.set(meter=transition.state.meter.recovered(incident, transition.now))
     close_incident(transition)
+    say_outlook(transition)
 
 
 def start_pause(transition: Transition, purpose: str, reason: str, durable: bool | None = None) -> None:

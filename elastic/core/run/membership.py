@@ -1,10 +1,13 @@
-"""Slots and workers: arrival and loss, and the effect of a loss on the generation."""
+"""Slots and workers: arrival and loss, the effect of a loss on the generation, and who is in the next one, on which
+mesh."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from elastic.core.actions import MeasureNode, Probe
+from elastic.core.checkpoint.snapshots import Copies, is_snapshot, parse_snapshot_id
 from elastic.core.events import (
     ProbeAnswered,
     SlotLost,
@@ -18,8 +21,10 @@ from elastic.core.policy.quarantine import avoided
 from elastic.core.run.budgets import hold_back_slots
 from elastic.core.run.phase import GAVE_UP, USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
 from elastic.core.run.recovery import backdate, fail_generation, finish, query_snapshots, record_loss
-from elastic.core.run.state import RunState, SlotPhase, Suspicion, Worker, WorkerPhase
+from elastic.core.run.state import KnownCheckpoint, RunState, SlotPhase, Suspicion, Worker, WorkerPhase
 from elastic.core.run.transition import Transition
+from elastic.core.sharding.mesh_policy import MeshFacts, MeshVerdict, choose, outlook
+from elastic.core.sharding.placement import members_in_order
 
 # Idle nodes that are named to a newcomer, in case that one does not answer.
 _PARTNERS = 2
@@ -269,3 +274,50 @@ def condemn(transition: Transition, guilty: frozenset[int]) -> None:
     for worker in sorted(guilty & transition.fleet.workers.keys()):
         lose_worker(transition, worker, f"silent for {silence:.1f} s while its node is alive", "worker-frozen")
     backdate(transition, silence)
+
+
+def next_mesh(transition: Transition, size: int, base: KnownCheckpoint | None) -> MeshVerdict:
+    """The mesh of a generation that begins now on `size` workers at most."""
+    return choose(_mesh_facts(transition, size, base))
+
+
+def _mesh_facts(transition: Transition, size: int, base: KnownCheckpoint | None) -> MeshFacts:
+    state = transition.state
+    settings, copies = state.settings, state.saved.copies if base is not None and is_snapshot(base.id) else Copies()
+    # Of the last generation's snapshots alone is it known who has which part.
+    last = base is not None and is_snapshot(base.id) and parse_snapshot_id(base.id)[1] == state.generation
+    before = settings.mesh.shape(state.axes).mesh(copies.ranks) if last and state.axes and copies.ranks else None
+    passes = None
+    if settings.global_batch is not None and settings.micro_batch is not None:
+        passes = -(-settings.global_batch // settings.micro_batch)
+
+    def nodes_of(world_size: int, cell: int) -> list[str | None]:
+        return [state.fleet.node_of(worker) for worker in ranked(transition, world_size, base, cell)]
+
+    return MeshFacts(
+        settings.mesh, size, settings.scaling.min_workers, passes, state.meter.measured.meshes, state.axes or None,
+        before, copies, nodes_of,
+    )  # fmt: skip
+
+
+def ranked(transition: Transition, size: int, base: KnownCheckpoint | None, cell: int) -> tuple[int, ...]:
+    """The members by rank: one slot's are neighbours, and each slot gets the ranks whose state its node holds.
+    Rank 0 stays where it is."""
+    slots = [(slot.node, workers) for slot, workers in transition.state.idle_slots]
+    in_memory = base is not None and is_snapshot(base.id)
+    copies = transition.saved.copies if in_memory else Copies()
+    leader = next(iter(transition.state.members), None)
+    return members_in_order(slots, size, copies, cell, leader)
+
+
+def say_outlook(transition: Transition) -> None:
+    """Which mesh would follow the loss of the node, or the two, with most members: known before it happens."""
+    state = transition.state
+    on_nodes = Counter(state.fleet.node_of(worker) for worker in state.members).most_common(3)
+    if not state.axes or len(on_nodes) < 2:
+        return
+    left, workers = [], state.world_size + state.idle_count
+    for _, lost in on_nodes[: min(2, len(on_nodes) - 1)]:
+        workers -= lost
+        left.append(workers)
+    transition.say(outlook(_mesh_facts(transition, workers, None), left), kind="outlook")

@@ -11,8 +11,8 @@ from elastic.core.policy.scaling import ScalingFacts, Verdict
 from elastic.core.policy.scaling_policies import policy_named
 from elastic.core.run.draining import drop_left, leave_draining, next_ripening, notices_ripen
 from elastic.core.run.evictions import give_back_evicted, leave_evicted
-from elastic.core.run.generations import begin, close, next_mesh, start_pause, stop_limit_s
-from elastic.core.run.membership import condemn, drop_worn_slots, start_failed
+from elastic.core.run.generations import begin, close, start_pause, stop_limit_s
+from elastic.core.run.membership import condemn, drop_worn_slots, next_mesh, start_failed
 from elastic.core.run.phase import (
     FINISHED,
     GAVE_UP,

@@ -8,7 +8,7 @@ the network; then the present one. Pure: the same facts give the same mesh in ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from elastic.core.checkpoint.snapshots import Copies
 from elastic.core.mesh import Mesh, MeshSettings, whole_cells
 from elastic.core.policy.measured import Axes, TriedMesh
+from elastic.core.wording import plural
 
 # Predictions that differ by less are alike.
 _ALIKE = 0.05
@@ -41,8 +42,8 @@ class MeshFacts:
 @dataclass(frozen=True)
 class MeshCandidate:
     """`step` is in `seconds` where a step of this run was measured (`measured`: of this very mesh), else in those of
-    one worker that trains alone; `moved` the share of the state's sliced part that crosses the network (None: unknown).
-    `refusal`: why it cannot be taken."""
+    one worker that trains alone; `moved` the share of the state's sliced part that crosses the network (None: unknown,
+    or others are faster). `refusal`: why it cannot be taken."""
 
     axes: Axes
     world_size: int
@@ -70,7 +71,7 @@ def said(axes: Axes) -> str:
 def choose(facts: MeshFacts) -> MeshVerdict:
     """`workers` are a multiple of one of the cells, and at least `least`. `candidates` are all that were looked at, in
     the order of the settings."""
-    found = list(_judged(facts))
+    found = _judged(facts)
     open_ = [one for one in found if not one.refusal]
     if not open_:
         # What has failed before is tried again rather than nothing: the run's budgets end it if it fails again.
@@ -78,13 +79,16 @@ def choose(facts: MeshFacts) -> MeshVerdict:
         chosen = max(formed, key=lambda one: facts.settings.shape(one.axes).cell)
         return MeshVerdict(chosen, "no other is left to try", tuple(found))
     fastest = min(one.step for one in open_)
-    alike = [one for one in open_ if one.step <= fastest * (1 + _ALIKE)]
+    # What a mesh moves is asked of those alone that it decides on: at a thousand ranks it takes a millisecond of each.
+    held = _held(facts)
+    found = [replace(one, moved=_moved(facts, one, held)) if _is_near(one, fastest) else one for one in found]
+    alike = [one for one in found if _is_near(one, fastest)]
     best = min(alike, key=lambda one: _preference(facts, one))
     kept = next((one.refusal for one in found if one.refusal == _kept(facts)), "")
     return MeshVerdict(best, _why(facts, best, open_, alike, kept), tuple(found))
 
 
-def _judged(facts: MeshFacts) -> Iterator[MeshCandidate]:
+def _judged(facts: MeshFacts) -> list[MeshCandidate]:
     predict = _predictor(facts)
     found = []
     for axes in facts.settings.axes:
@@ -106,8 +110,11 @@ def _judged(facts: MeshFacts) -> Iterator[MeshCandidate]:
         found = [
             one if one.refusal or one.axes.get("tp") == tp else replace(one, refusal=_kept(facts)) for one in found
         ]
-    for one in found:
-        yield one if one.refusal else replace(one, moved=_moved(facts, one))
+    return found
+
+
+def _is_near(one: MeshCandidate, fastest: float) -> bool:
+    return not one.refusal and one.step <= fastest * (1 + _ALIKE)
 
 
 def _kept(facts: MeshFacts) -> str:
@@ -136,6 +143,20 @@ def _why(
     if best.moved is not None and any((one.moved or 0.0) > best.moved for one in alike):
         return "as fast as any, and the fewest bytes move"
     return "as fast as any, and no change" if best.axes == facts.present else "as fast as any, and the most memory left"
+
+
+def outlook(facts: MeshFacts, left: Sequence[int]) -> str:
+    """In words what the loss of a node, of two, ... would leave, of which `left` have that many workers. What is held
+    where then decides between meshes that are as fast as each other."""
+    said_: list[str] = []
+    for lost, workers in enumerate(left, 1):
+        workers = whole_cells(workers, *facts.settings.cells)
+        after = f"{plural(workers, 'worker')} of the {facts.least} that the run needs"
+        if workers >= max(1, facts.least):
+            verdict = choose(replace(facts, workers=workers, before=None))
+            after = f"{verdict.chosen} ({verdict.reason})"
+        said_.append(f"{plural(lost, 'lost node')} would leave {after}")
+    return "; ".join(said_)
 
 
 # --- step time ---
@@ -178,21 +199,40 @@ def relative_step(shape: MeshSettings, world_size: int, passes: int | None) -> f
 # --- bytes moved ---
 
 
-def _moved(facts: MeshFacts, one: MeshCandidate) -> float | None:
-    """The share of what the axes cut that is read from another node: parts are boxes, lane x place in the lane."""
+def _held(facts: MeshFacts) -> dict[str, list[Box]] | None:
+    """What of the state each node has; None: unknown."""
     if facts.before is None or not facts.copies.nodes or facts.copies.ranks != facts.before.dp * facts.before.per_cell:
         return None
-    held: dict[str, list[Box]] = {}
-    for node, first, others in facts.copies.nodes:
-        spans = (*first, *others)
-        held[node] = [part(facts.before, rank) for begin, end in spans for rank in range(begin, end)]
+    return {
+        node: _joined(part(facts.before, rank) for begin, end in (*first, *others) for rank in range(begin, end))
+        for node, first, others in facts.copies.nodes
+    }
+
+
+def _moved(facts: MeshFacts, one: MeshCandidate, held: Mapping[str, Sequence[Box]] | None) -> float | None:
+    """The share of what the axes cut that is read from another node: parts are boxes, lane x place in the lane."""
+    if held is None:
+        return None
     shape = facts.settings.shape(one.axes)
     mesh = shape.mesh(one.world_size)
-    found = 0.0
+    needed: dict[str, list[Box]] = {}
     for rank, reader in enumerate(facts.nodes_of(one.world_size, shape.cell)):
-        own = part(mesh, rank)
-        found += sum(_common(own, other) for other in held.get(reader or "", ()))
+        needed.setdefault(reader or "", []).append(part(mesh, rank))
+    found = sum(
+        _common(own, other) for node, boxes in needed.items() for own in _joined(boxes) for other in held.get(node, ())
+    )
     return round(max(0.0, 1.0 - found), 4)
+
+
+def _joined(boxes: Iterable[Box]) -> list[Box]:
+    """The same, neighbours in a lane as one."""
+    found: list[Box] = []
+    for box in sorted(boxes):
+        if found and found[-1][:2] == box[:2] and box[2] <= found[-1][3]:
+            found[-1] = (*found[-1][:3], max(found[-1][3], box[3]))
+        else:
+            found.append(box)
+    return found
 
 
 Box = tuple[float, float, float, float]

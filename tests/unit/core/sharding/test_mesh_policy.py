@@ -272,6 +272,21 @@ def test_a_run_changes_its_mesh_with_a_loss() -> None:
     assert "trains on 3 workers with ep 1" in story.said()
 
 
+def test_what_a_loss_would_leave_is_known_before_it() -> None:
+    """Each node has one worker."""
+    story = run().started(4)
+    first = "1 lost node would leave 3 workers with ep 1 (the fastest step by prediction)"
+    second = "2 lost nodes would leave 2 workers with ep 2 (as fast as any, and the most memory left)"
+    assert f"{first}; {second}" in story.said()
+    story.lose_node(3).left(7)
+    assert began(story) == [(3, {"ep": 1})], "what was said"
+    story = run(3, 4).started(4)
+    first = "1 lost node would leave 3 workers with ep 1 (nothing else can be formed)"
+    assert f"{first}; 2 lost nodes would leave 2 workers of the 3 that the run needs" in story.said()
+    alone = run(1, 1).started(1)
+    assert "would leave" not in alone.said()
+
+
 def test_a_run_shares_its_layers_by_as_many_as_before_while_it_can() -> None:
     story = run(2, 4, LAYERS).started(4)
     assert story.state.axes == {"tp": 4}
