@@ -152,7 +152,7 @@ class _Waiters:
         self._threads.clear()
 
     def _serve(self, jobs: _Jobs) -> None:
-        while not self._ended and (job := jobs.get()) is not None:
+        while (job := jobs.get()) is not None:
             work, outcome = job
             try:
                 found: bool | BaseException = _wait(work)
@@ -162,3 +162,13 @@ class _Waiters:
             self._idle.append(jobs)
             outcome.put(found)
             del work, outcome, job, found
+            if self._ended and self._withdrawn(jobs):
+                return
+
+    def _withdrawn(self, jobs: _Jobs) -> bool:
+        """Whoever else has taken it puts something into it."""
+        try:
+            self._idle.remove(jobs)
+        except ValueError:
+            return False
+        return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -134,6 +135,30 @@ def test_messages_are_waited_for_at_once_by_as_many_threads_as_there_are_at_once
     assert len(waiting) <= 2
     waits._waiters.end()
     for thread in waiting:
+        thread.join(20.0)
+        assert not thread.is_alive()
+
+
+def test_a_wait_that_begins_as_the_generation_closes_is_served(waits: HeldWaits) -> None:
+    """By the thread that has just served another one."""
+    served, closed, waiters = threading.Event(), threading.Event(), waits._waiters
+
+    class Idle(deque[Any]):
+        def append(self, jobs: Any) -> None:
+            super().append(jobs)
+            served.set()
+            closed.wait(20.0)
+
+    waiters._idle = Idle()
+    before = set(threading.enumerate())
+    first = waiters.wait(Held(SEND))
+    served.wait(20.0)
+    second = waiters.wait(Held(SEND))
+    waiters.end()
+    closed.set()
+    for outcome in (first, second):
+        assert "timed out" in str(outcome.get(timeout=20.0))
+    for thread in set(threading.enumerate()) - before:
         thread.join(20.0)
         assert not thread.is_alive()
 
