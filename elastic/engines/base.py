@@ -51,9 +51,9 @@ class ResolvedConfig:
     sp: int = 1
 
     @property
-    def ep_changes(self) -> bool:
-        """Do as many ranks share experts in this generation only?"""
-        return len(self.ep_sizes) > 1
+    def shares_change(self) -> bool:
+        """Has a rank as many experts as now in this generation only? Those that share layers divide them, too."""
+        return max(len(self.ep_sizes), len(self.tp_sizes)) > 1
 
 
 @dataclass(frozen=True)

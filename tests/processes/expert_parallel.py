@@ -12,6 +12,7 @@ import crew
 import torch
 import trainings
 from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
+from layered_model import LAYERS
 from routed import loss_of, written
 
 import elastic
@@ -25,6 +26,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         leave_unchosen(model)
     native = trainings.deepspeed_config(config)
     native["expert_parallel"] = {**AUTOEP, **config.get("expert_parallel", {})}
+    if config.get("layers"):
+        native["tensor_parallel"] = {"partition_config": LAYERS}
     given: dict[str, Any] = {}
     if config.get("named optimizer"):
         native["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02, "eps": EPS, "torch_adam": True}}

@@ -10,7 +10,8 @@ from typing import Any
 
 import deepspeed_ranks
 
-# World size and ep -> ranks: with the first experts and the last, in the middle, and those that hold padding only.
+# World size and over how many ranks experts are spread
+# -> ranks: with the first experts and the last, in the middle, and those that hold padding only.
 WORLDS = {(64, 8): (0, 7, 29, 62, 63), (1000, 4): (0, 3, 502, 998, 999), (1024, 8): (0, 7, 500, 1023), (8, 8): (0, 7)}
 ZERO: dict[str, dict[str, Any]] = {
     "stage1": {"stage": 1},
@@ -19,8 +20,12 @@ ZERO: dict[str, dict[str, Any]] = {
     "stage3-sub-groups": {"stage": 3, "stage3_param_persistence_threshold": 10, "sub_group_size": 5},
     "stage1-sequences": {"stage": 1, "sp": 2},
     "stage3-sequences": {"stage": 3, "sp": 2},
+    "stage2-layers": {"stage": 2, "tp": 2},
+    "stage3-layers": {"stage": 3, "tp": 2},
 }
 EXPERTS, WIDTH, FFN = 8, 6, 7
+# Of those that there are, none is cut.
+NO_LAYERS: dict[str, Any] = {"use_default_specs": False, "layer_specs": []}
 _MLP = "model.layers.0.mlp."
 # Name -> shape of the whole tensor, as AutoEP has it.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -40,6 +45,14 @@ def content(name: str) -> Any:
     return (torch.arange(torch.Size(shape).numel()) + 10_000 * (1 + list(SHAPES).index(name))).float().view(shape)
 
 
+def of_lane(name: str, rank: int, ep: int, tp: int) -> Any:
+    """Of experts what the ranks with the same slices have: every `tp`th of the parts that single ranks have."""
+    whole = content(name)
+    if ".experts." not in name:
+        return whole
+    return whole.view(ep // tp, tp, -1, *whole.shape[1:])[:, rank % tp].flatten(0, 1)
+
+
 def make_model() -> Any:
     import torch
 
@@ -57,7 +70,7 @@ def make_model() -> Any:
     return model
 
 
-def make_engine(zero: dict[str, Any], ep: int) -> Any:
+def make_engine(zero: dict[str, Any], ep: int, tp: int) -> Any:
     import deepspeed
     import torch
 
@@ -71,6 +84,7 @@ def make_engine(zero: dict[str, Any], ep: int) -> Any:
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": zero,
+            **({"tensor_parallel": {"autotp_size": tp, "partition_config": NO_LAYERS}} if tp > 1 else {}),
             "expert_parallel": {
                 "enabled": True,
                 "autoep_size": ep,
@@ -90,15 +104,17 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, ep: int) -> Non
     from deepspeed import comm
 
     from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
-    from elastic.engines.deepspeed.experts.placement import make_groups
+    from elastic.engines.deepspeed.experts.placement import cut_of, make_groups
     from elastic.training.state.engine_state import open_state
 
     # In a world of one cell of experts there is no other part of a sequence.
     sp = zero.get("sp", 1) if world_size > ep else 1
     deepspeed_ranks.join_fake(rank, world_size)
     comm.init_distributed(dist_init_required=False, verbose=False)
-    make_groups(ep, sp)
-    engine = make_engine({key: value for key, value in zero.items() if key != "sp"}, ep)
+    tp = zero.get("tp", 1)
+    if tp == 1:
+        make_groups(ep, sp)
+    engine = make_engine({key: value for key, value in zero.items() if key not in ("sp", "tp")}, ep, tp)
     stage3 = zero["stage"] == 3
     flats = (
         engine.optimizer.fp32_partitioned_groups_flat if stage3 else engine.optimizer.single_partition_of_fp32_groups
@@ -106,15 +122,18 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, ep: int) -> Non
     state = open_state(DeepSpeedAdapter(engine))
     chunks = [chunk for chunk in state.layout.chunks if chunk.name in SHAPES]
     assert state.parameters.keys() == {*SHAPES, f"{_MLP}tokens_per_expert"}
-    assert {name: tuple(state.parameters[name]) for name in SHAPES} == SHAPES
+    held = {name: of_lane(name, rank, ep, tp) for name in SHAPES}
+    assert {name: tuple(state.parameters[name]) for name in SHAPES} == {name: each.shape for name, each in held.items()}
     for chunk in chunks:
         flat = flats[int(chunk.buffer.removeprefix("sub" if stage3 else "group"))].detach()
         found = flat[chunk.offset : chunk.offset + chunk.numel]
-        assert torch.equal(found, content(chunk.name).flatten()[chunk.start : chunk.stop]), chunk
+        assert torch.equal(found, held[chunk.name].flatten()[chunk.start : chunk.stop]), chunk
     for name in (f"{_MLP}experts.w{number}" for number in (1, 2, 3)):
         share = torch.Size(SHAPES[name]).numel() // ep
+        said = cut_of(engine.module.get_parameter(name), tp).ranges[rank % tp]
+        assert torch.equal(torch.cat([content(name)[start:stop] for start, stop in said]), held[name])
         own = [chunk for chunk in chunks if chunk.name == name]
-        first = rank // sp % ep * share
+        first = rank // (sp * tp) % (ep // tp) * share
         assert all(first <= chunk.start < chunk.stop <= first + share for chunk in own), own
         assert world_size > ep or sum(chunk.numel for chunk in own) == share, own
     assert chunks or rank > 0

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cells
 import pytest
 import torch
+from cells import Part
 from crew import Crew
 from expert_model import EPS, EXPERTS, Balance, MixtureOfExperts
 from layered_model import text
@@ -187,6 +189,42 @@ def test_several_cells_share_experts_beside_sequences(eight: Crew, tmp_path: Pat
     assert _distance(whole.state, moved.state) <= ALLOWED
 
 
+@pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 2}, {"stage": 3}], ids=of_stage)
+def test_experts_are_shared_beside_layers(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
+    """Of two lanes each has every second block of experts. At the end one rank has all of them, and whole layers."""
+    config = {"clipping": CLIPPING, **config}
+    whole = through(crew, tmp_path / "whole", config, [((0,), 1, None)])
+    parts: list[Part] = [((0, 1, 2, 3), 3, {"ep": 2}), ((2, 0), 5), ((1, 3, 0, 2), 7, {"ep": 2})]
+    moved = beside_layers(crew, tmp_path / "moved", config, parts, ep_sizes=(1, 2))
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state, {key: moved.state[key] for key in whole.state}) <= ALLOWED
+    norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
+    for outcome in moved.outcomes:
+        for report in outcome.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "of all experts, once"
+
+
+def beside_layers(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Part], **more: Any) -> Run:
+    """Two ranks share each layer, before the last step, which one does alone."""
+    config, more = {**config, "layers": True, "url": str(url)}, {**MORE, "tp_sizes": (1, 2), **more}
+    generations = cells.through(crew, url, "expert_parallel.train", config, parts, tp=2, **more)
+    checkpoint = CheckpointStore(str(url), "run").list()[0].id
+    generations.append(crew.run([3], "expert_parallel.train", config, checkpoint=checkpoint, **more))
+    return Run(url, generations)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 2}, {"stage": 3}], ids=of_stage)
+def test_several_cells_share_experts_beside_layers(eight: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
+    """Two ranks have the same experts and the same slices; and with `ep` 1 four."""
+    config = {"clipping": CLIPPING, "dropout": 0.2, **config}
+    whole = through(eight, tmp_path / "whole", config, [((0,), 1, None)], max_world_size=8)
+    parts: list[Part] = [(range(8), 3, {"ep": 2}), ((5, 0, 6, 3, 1, 2), 5), ((1, 7, 0, 2, 6, 5, 3, 4), 7, {"ep": 2})]
+    moved = beside_layers(eight, tmp_path / "moved", config, parts, ep_sizes=(1, 2), max_world_size=8)
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state, {key: moved.state[key] for key in whole.state}) <= ALLOWED
+
+
 @pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 3}, UNCLIPPED], ids=of_stage)
 def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
     """A rank's experts are an interval of the whole: what others held is read as at another number of ranks."""
@@ -202,7 +240,8 @@ def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path:
 def test_experts_of_many_parameters_are_in_as_many_groups_at_every_ep(crew: Crew, tmp_path: Path, named: bool) -> None:
     """Above so many parameters DeepSpeed begins another group; a rank has fewer of them the more ranks share them."""
     config = {"stage": 2, "parameters of a group": 300, "named optimizer": named, "schedule": named}
-    through(crew, tmp_path, config, [(range(4), 4, 2), (range(2), 1, None)], ep_sizes=(1, 4))
+    through(crew, tmp_path / "experts", config, [(range(4), 4, 2), (range(2), 1, None)], ep_sizes=(1, 4))
+    beside_layers(crew, tmp_path / "layers", config, [(range(4), 2)])
 
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)] + [3])
@@ -213,12 +252,24 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, stage: int) -> 
     assert _distance(still.losses, moved.losses) <= 2e-2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_beside_layers_is_within_its_rounding(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = {"stage": stage, "dtype": "bf16"}
+    still = through(crew, tmp_path / "still", config, [((0,), 1, None)])
+    moved = beside_layers(
+        crew, tmp_path / "moved", config, [((0, 1, 2, 3), 3, {"ep": 2}), ((2, 0), 7)], ep_sizes=(1, 2)
+    )
+    assert _distance(still.losses, moved.losses) <= 2e-2
+
+
 @pytest.mark.parametrize(
     ("own", "fewer"),
     [
         ({"stage": 1}, {"ep": 2}),
         (UNCLIPPED, {"ep": 2}),
         ({"stage": 2, "sequences": True}, {"ep": 1, "ep_sizes": (1, 2), "sp": 2}),
+        ({"stage": 2, "layers": True}, {"ep": 1, "ep_sizes": (1, 2), "tp": 2, "tp_sizes": (1, 2)}),
     ],
 )
 def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(
@@ -245,13 +296,20 @@ def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(
     checkpoint = store.list()[0].id
     shrunk = crew.run([3, 2], "expert_parallel.train", config, checkpoint=checkpoint, end_at=6, **{**more, **fewer})
     _assert_ended(shrunk, "ended", 6)
-    reason = "left: expert parallelism has replaced the model's experts by a share of them, which cannot be undone"
-    assert reason in crew.members[2].points
-    grown = crew.run([0, 1, 2, 3], "expert_parallel.train", config, checkpoint=store.list()[0].id, **more)
-    _assert_ended(grown, "finished", LAST_STEP)
+    what = (
+        "tensor parallelism has replaced the model's layers by slices of them"
+        if "layers" in own
+        else ("expert parallelism has replaced the model's experts by a share of them")
+    )
+    assert f"left: {what}, which cannot be undone" in crew.members[2].points
+    grown = crew.run(range(4), "expert_parallel.train", config, checkpoint=store.list()[0].id, end_at=7, **more)
+    # Alone a rank has all there is.
+    alone = {**more, "ep": 1, "ep_sizes": (1, 2), "sp": 1, "tp": 1}
+    last = crew.run([1], "expert_parallel.train", config, checkpoint=store.list()[0].id, **alone)
+    _assert_ended(last, "finished", LAST_STEP)
 
     whole = through(crew, tmp_path / "whole", own, [((0,), 1, None)])
-    moved = Run(tmp_path / "moved", [shrunk, grown])
+    moved = Run(tmp_path / "moved", [shrunk, grown, last])
     expected = {name: loss for name, loss in whole.losses.items() if int(name.removeprefix("loss ")) > 4}
     assert _distance(expected, moved.losses) <= ALLOWED
     assert _distance(whole.state, {key: moved.state[key] for key in whole.state}) <= ALLOWED
@@ -266,14 +324,15 @@ def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(
         (3, {**UNCLIPPED, "kind": "exp_avg"}, "exp_avg/"),
         (2, {"stage": 1, "sequences": True}, "weights of "),
         (3, {**UNCLIPPED, "sequences": True, "kind": "exp_avg"}, "exp_avg/"),
+        (3, {"stage": 2, "layers": True}, "weights of "),
     ],
 )
 def test_copies_of_experts_that_drift_apart_are_told_on_all_ranks(
     crew: Crew, tmp_path: Path, victim: int, own: dict[str, Any], what: str
 ) -> None:
     config = {**own, "drifts after": 1, "drifts": f"{MLP}.experts.w2", "victim": victim, "url": str(tmp_path)}
-    sp = 2 if own.get("sequences") else 1
-    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=2, sp=sp, **MORE)
+    sp, ep, tp = 2 if own.get("sequences") else 1, *((1, 2) if own.get("layers") else (2, 1))
+    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=ep, sp=sp, tp=tp, **MORE)
     assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
     said = [outcome.result.message for outcome in outcomes]
     alike = [rank for rank in range(4) if rank // sp % 2 == 1]
@@ -285,15 +344,32 @@ def test_copies_of_experts_that_drift_apart_are_told_on_all_ranks(
     assert not CheckpointStore(str(tmp_path), "run").list()
 
 
-@pytest.mark.parametrize(("own", "what"), [({"stage": 1}, "weights of "), (UNCLIPPED, "master/")])
+@pytest.mark.parametrize(
+    ("own", "what", "mesh"),
+    [
+        ({"stage": 1}, "weights of ", {"ep": 4}),
+        (UNCLIPPED, "master/", {"ep": 4}),
+        ({"stage": 2, "layers": True}, "weights of ", {"ep": 2, "tp": 2}),
+    ],
+)
 def test_a_copy_of_dense_weights_that_drifts_apart_is_told_whatever_experts_the_ranks_have(
-    crew: Crew, tmp_path: Path, own: dict[str, Any], what: str
+    crew: Crew, tmp_path: Path, own: dict[str, Any], what: str, mesh: dict[str, int]
 ) -> None:
     config = {**own, "drifts after": 1, "drifts": f"{MLP}.router.gate.weight", "victim": 3, "url": str(tmp_path)}
-    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=4, **MORE)
+    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, **mesh, **MORE)
     assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
     for outcome in outcomes:
         assert f"{what}{MLP}.router.gate.weight on rank 3" in outcome.result.message
+
+
+def test_a_slice_that_drifts_apart_is_told_beside_experts(crew: Crew, tmp_path: Path) -> None:
+    """In its lane, whose ranks have different experts."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    config = {"stage": 1, "layers": True, "drifts after": 1, "drifts": name, "victim": 3, "url": str(tmp_path)}
+    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=2, tp=2, **MORE)
+    said = [outcome.result.message for outcome in outcomes]
+    assert all(f"weights of {name} on rank" in said[rank] for rank in (1, 3))
+    assert all("the ranks with tensor coordinate 1" in said[rank] for rank in (0, 2))
 
 
 @pytest.mark.parametrize("policy", ["rollback", "skip"])

@@ -257,6 +257,24 @@ def test_mixtral_with_shared_experts_and_sequences_equals_one_rank_without(crew:
     assert_equal_by_autoep(whole, moved)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_mixtral_with_shared_experts_and_layers_equals_one_rank_without(crew: Crew, tmp_path: Path, stage: int) -> None:
+    attention = [
+        {"patterns": [r".*\.[qkv]_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.o_proj\.weight$"], "partition_type": "row"},
+    ]
+    layers = {"partition_config": {"use_default_specs": False, "layer_specs": attention}}
+    config = {"family": "Mixtral", "eps": EPS, "stage": stage}
+    both = {"ep": 2, "tp": 2}
+    # Alone at last a rank has all of each tensor.
+    parts: Sequence[Part] = (((0, 1, 2, 3), 3, both), ((2, 0), 5, {"tp": 2}), ((1, 3, 0, 2), 7, both), ((3,), None))
+    whole = through(crew, tmp_path / "whole", config, WHOLE)
+    config |= {"native": {**AUTOEP, "tensor_parallel": layers}}
+    moved = through(crew, tmp_path / "moved", config, parts, ep_sizes=(1, 2), tp_sizes=(1, 2))
+    assert_equal_by_autoep(whole, moved)
+
+
 def assert_equal_by_autoep(whole: Run, moved: Run) -> None:
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     expected, found = named_as_by_autoep(whole), moved.state()

@@ -8,7 +8,7 @@ import loops
 import moe_model
 import torch
 from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
-from layered_model import EVEN, texts
+from layered_model import EVEN, LAYERS, texts
 from routed_model import RoutedMixture, plan
 
 import elastic
@@ -22,7 +22,11 @@ def train(config: dict[str, Any]) -> None:
         training_data=data,
         optimizer=torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02, eps=EPS),
         # The job's mesh turns it on.
-        config={**loops.deepspeed_config(config), "expert_parallel": {**AUTOEP, "enabled": None}},
+        config={
+            **loops.deepspeed_config(config),
+            "expert_parallel": {**AUTOEP, "enabled": None},
+            "tensor_parallel": config.get("tensor_parallel", {}),
+        },
     )
     balance = Balance(engine.module)
     loops.between_steps(config, data)
@@ -30,6 +34,11 @@ def train(config: dict[str, Any]) -> None:
         for tokens, labels in loader:
             engine.backward(balance.loss(engine(tokens), labels))
             engine.step()
+
+
+def train_layers(config: dict[str, Any]) -> None:
+    """Whose other layers are shared, too."""
+    train({**config, "tensor_parallel": {"partition_config": LAYERS}})
 
 
 def train_routed(config: dict[str, Any]) -> None:

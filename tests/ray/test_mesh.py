@@ -32,6 +32,15 @@ SHARED = [
     pytest.param("shared_work:layers", LAYERS, None, id="layers of torch"),
     pytest.param("shared_work:both", MeshSettings(sp=2, tp=2, choices={"tp": (1, 2)}), None, id="both"),
     *(pytest.param("shared_experts:train", EXPERTS, stage, id=f"experts-{stage}") for stage in (0, 1, 2, 3)),
+    *(
+        pytest.param(
+            "shared_experts:train_layers",
+            MeshSettings(ep=2, tp=2, choices={"ep": (1, 2)}),
+            stage,
+            id=f"experts and layers-{stage}",
+        )
+        for stage in (1, 2, 3)
+    ),
     *(pytest.param("shared_experts:train_native", EXPERTS, stage, id=f"deepspeed.moe-{stage}") for stage in (1, 2)),
     pytest.param("shared_experts:train_routed", EXPERTS, None, id="experts of torch"),
     pytest.param(

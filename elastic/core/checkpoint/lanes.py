@@ -71,6 +71,15 @@ def cuts_of(manifest: Manifest) -> Mapping[str, Cut]:
     return cuts
 
 
+def are_cut_otherwise(manifest: Manifest, cuts: Mapping[str, Cut | str] | None) -> bool:
+    """Is it known of a parameter that its slices are other parts of it here than in a checkpoint of as many lanes?"""
+    if manifest.tp == 1 or CUTS not in manifest.extra_state:
+        return False
+    known = {name: cut for name, cut in (cuts or {}).items() if isinstance(cut, Cut)}
+    saved = from_json(manifest.extra_state[CUTS], manifest.tp)
+    return any(isinstance(cut, Cut) and known.get(name, cut) != cut for name, cut in saved.items())
+
+
 def _check_shapes(manifest: Manifest, cuts: Mapping[str, Cut]) -> None:
     shapes = [lane_of(manifest, lane).parameters for lane in range(manifest.tp)]
     for name in {name: None for own in shapes for name in own} | dict.fromkeys(cuts):

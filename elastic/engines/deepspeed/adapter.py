@@ -14,6 +14,7 @@ from elastic.engines.base import GradientSums, StepOutcome
 from elastic.engines.deepspeed import extra_state
 from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.collectives import CountedBackend
+from elastic.engines.deepspeed.experts.placement import is_repeated
 from elastic.engines.deepspeed.nonfinite import NonFinite
 from elastic.engines.deepspeed.state.fragments import fragments
 from elastic.engines.deepspeed.state.gradient_sums import gradient_sums, release
@@ -106,8 +107,7 @@ class DeepSpeedAdapter:
         whole = self._whole_gradients
         if whole is None or whole.compared:
             return self.native.backward(loss, **named)
-        leaves = self.leaves().items()
-        with whole.compare({name: leaf for name, leaf in leaves if not getattr(leaf, "tensor_model_parallel", False)}):
+        with whole.compare({name: leaf for name, leaf in self.leaves().items() if is_repeated(leaf)}):
             return self.native.backward(loss, **named)
 
     def scale_rates(self, factor: Callable[[], float]) -> None:

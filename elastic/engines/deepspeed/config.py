@@ -39,7 +39,7 @@ def check(
     """`resolve` at the smallest world size; a job without batch sizes leaves them to its training function (another
     configuration, or a DataLoader). Raises UsageError."""
     tensor_parallel.configured(config, tp)
-    experts.configured(config, ep)
+    experts.configured(config, ep, tp=tp)
     pipeline.check(config, pp)
     given = (batch.global_batch, batch.micro_batch, _count(config, _GLOBAL), _count(config, _MICRO))
     if any(given):
@@ -72,10 +72,11 @@ def resolve(
     """
     _check_options(config)
     pipeline.check(config, pp)
-    if ep > 1 and max(tp, pp) > 1:
-        mesh = described(cell // tp // pp, tp, ep, pp)
-        raise UsageError(f"{mesh}: ep with tp or pp is supported with engine: fsdp2; give one of them")
-    shared = experts.configured(config, ep, ep_changes) | tensor_parallel.configured(config, tp)
+    sp = cell // tp // pp
+    if ep > 1 and (pp > 1 or sp > 1 < tp):
+        mesh = described(sp, tp, ep, pp)
+        raise UsageError(f"{mesh}: ep with pp, or with both sp and tp, is supported with engine: fsdp2")
+    shared = experts.configured(config, ep, ep_changes, tp) | tensor_parallel.configured(config, tp)
     batch = _with_loader(config, batch, loader_batch)
     micro, full = resolve_batch(config, batch, max_world_size or world_size)
     most = max_world_size or world_size

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.core.sharding.cuts import Cut, parts_of
+from elastic.engines.deepspeed.experts import placement
 from elastic.engines.model.cuts import Whole
 from elastic.engines.model.plain_names import named_parameters
 
@@ -38,6 +39,8 @@ def noting_cuts(tp: int) -> Iterator[dict[str, Cut | str]]:
         whole = Whole(model)
         made = original(engine, model, *args)
         found.update(_compared(model, whole, dist.get_rank() % tp))
+        # Experts are shared out before.
+        found.update((name, cut) for name, p in named_parameters(model) if (cut := placement.cut_of(p, tp)))
         return made
 
     DeepSpeedEngine._apply_autotp_partitioning = cut_and_compare

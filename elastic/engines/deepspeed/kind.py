@@ -25,7 +25,7 @@ from elastic.engines.deepspeed.experts import config as experts
 from elastic.engines.deepspeed.experts import native as native_experts
 from elastic.engines.deepspeed.experts.native_passes import prepare
 from elastic.engines.deepspeed.experts.native_rules import require_carriable as require_whole_layers
-from elastic.engines.deepspeed.experts.optimizer import groups_of_any_size, regrouped, require_groups
+from elastic.engines.deepspeed.experts.optimizer import count_in_norm, groups_of_any_size, regrouped, require_groups
 from elastic.engines.deepspeed.experts.placement import make_groups, refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.experts.recorders import table_by_names
 from elastic.engines.deepspeed.operators import build_ahead
@@ -138,6 +138,8 @@ class DeepSpeed:
             raise
         if form.layered:
             prepare(native, form.shared)
+        if form.ep and form.tp > 1 and native.zero_optimization_stage() < 3:
+            count_in_norm(native.optimizer)
         belongings.built(native)
         engine.count_collectives()
         engine.ledger.remark = resolved.said
@@ -187,7 +189,7 @@ class _Form:
         if self.ep:
             refuse_unplaceable(objects.model)
         if self.has_experts:
-            require_groups(objects, self.layered, resolved.ep_changes)
+            require_groups(objects, self.layered, resolved.shares_change)
 
     def require_built(self, module: Any) -> None:
         """Raises UsageError where DeepSpeed has left a part as it was."""
@@ -226,13 +228,13 @@ def _initialized(
 
     values = startup.values_come_later() if form.whole and not resolved.begins else contextlib.nullcontext()
     noting = noting_cuts(form.tp) if form.tp > 1 else contextlib.nullcontext()
-    if form.ep > 1:
+    if form.ep > 1 and form.tp == 1:
         make_groups(form.ep, resolved.sp)
     with (
         user_calls.building(),
         startup.named_by_shape(),
         table_by_names(),
-        groups_of_any_size(resolved.ep_changes),
+        groups_of_any_size(resolved.shares_change),
         values,
         noting as cuts,
     ):

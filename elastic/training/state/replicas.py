@@ -68,19 +68,20 @@ class Replicas:
         among = {master.buffer for master in inventory.masters if master.among is not None}
         experts |= {what for what in carried if what.partition("/")[2] in among}
         own = experts if apart is None else {what for what in tensors if apart.weights or _of_optimizer(what)}
-        of_stage: set[str] = set()
+        of_lane: set[str] = set()
         if lanes.stages > 1:
-            of_stage = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}
-            own = of_stage if state.writers is None else own
+            of_lane = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}
+            own = of_lane if state.writers is None else own
         elif lanes.count > 1 and state.writers is None:
-            own = hashes.keys() - uncut
+            of_lane = hashes.keys() - uncut | experts
+            own = experts or of_lane
         self._own = {what: value for what, value in hashes.items() if what in own}
-        self._beside = {what: value for what, value in hashes.items() if what in of_stage - own}
-        self._everywhere = {what: value for what, value in hashes.items() if what not in own | of_stage}
+        self._beside = {what: value for what, value in hashes.items() if what in of_lane - own}
+        self._everywhere = {what: value for what, value in hashes.items() if what not in own | of_lane}
 
     def fingerprints(self) -> tuple[int, int, int]:
         """Numbers of 63 bits: for what all ranks have copies of, for what those of this lane have or with its shard,
-        and where there are such and stages, for what the others of this stage have, too."""
+        and where there are such and lanes, for what the others of this lane have, too."""
         return _hash(repr(self._everywhere)), _hash(repr(self._own)), _hash(repr(self._beside))
 
     def difference(self, agreement: Agreement, everywhere: bool, beside: bool = False) -> IntegrityError:
@@ -184,7 +185,7 @@ def _uncut(weights: Iterable[Weight], inventory: Inventory) -> set[str]:
     names = {
         weight.name
         for weight in weights
-        if weight.whole and not weight.sliced and (exact or weight.tensor.device.type == "cpu")
+        if weight.whole and not (weight.sliced or weight.experts) and (exact or weight.tensor.device.type == "cpu")
     }
     found = {_WEIGHTS + name for name in names}
     for master, kept in zip(inventory.masters, inventory.states, strict=True):

@@ -11,7 +11,7 @@ from elastic.checkpoint.shares import Shares
 from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.agreement import Agreement
 from elastic.comm.lanes import Lanes
-from elastic.core.checkpoint.lanes import lane_of
+from elastic.core.checkpoint.lanes import are_cut_otherwise, lane_of
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.core.checkpoint.recut import Recut
 from elastic.core.checkpoint.stages import part_of
@@ -112,9 +112,10 @@ class Restore:
         return expected_digests(self.recut, self.staged.manifest, self._made, self._sharded.zero_stage, shards)
 
     def _cut_alike(self, saved: Manifest) -> bool:
-        """Has each lane what it had? As many lanes have other slices of experts where these were not shared."""
+        """Has each lane what it had? As many lanes have other slices of experts where these were not shared, or by
+        another number of ranks."""
         slices = self._lanes.slices
-        if saved.tp != slices:
+        if saved.tp != slices or are_cut_otherwise(saved, self._cuts):
             return False
         shapes = lane_of(saved, self._lanes.slice).parameters
         found = [

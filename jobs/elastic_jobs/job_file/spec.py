@@ -141,7 +141,7 @@ class JobSpec(BaseModel):
                 raise ValueError(f"{name} is given, but engine is {self.engine}; set engine: {name}, or leave it out")
         mesh = self.mesh.settings()
         given = [axis for axis in ("sp", "tp", "ep", "pp") if getattr(mesh, axis) > 1]
-        alone = mesh.pp > 1 or mesh.ep > 1 < mesh.tp
+        alone = mesh.pp > 1 or (mesh.ep > 1 and min(mesh.sp, mesh.tp) > 1)
         if alone and len(given) > 1 and self.engine != "fsdp2":
             raise ValueError(f"{' and '.join(given)} are supported together with engine: fsdp2; give one of them")
         return self

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import described
 from elastic.engines.deepspeed.refused import refuse_in_stage0
 
 SECTION = "expert_parallel"
@@ -37,19 +38,21 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def configured(config: Mapping[str, Any], ep: int, changes: bool = False) -> dict[str, Any]:
+def configured(config: Mapping[str, Any], ep: int, changes: bool = False, tp: int = 1) -> dict[str, Any]:
     """What of a configuration expert parallelism sets: the section with the mesh's `autoep_size`, where `ep` is above
     1, `changes` from generation to generation, or the user has enabled it (with `ep` 1 each rank has all experts, under
-    the names that they have with `ep`).
+    the names that they have with `ep`). Ranks that share layers divide the experts further: `autoep_size` counts them.
 
     Raises UsageError for another size than the mesh's, and for what is refused.
     """
     section = config.get(SECTION) or {}
     size, enabled = section.get("autoep_size"), section.get("enabled")
-    if isinstance(size, int) and size > 1 and size != ep:
+    if isinstance(size, int) and size > 1 and size != ep * tp:
+        given = f"ep: {ep}" if tp == 1 else f"ep: {ep}, tp: {tp}"
+        instead = f"mesh: {{ep: {size}}} alone" if tp == 1 else "mesh alone"
         raise UsageError(
-            f"DeepSpeed option {SECTION}.autoep_size is {size}, and the job's mesh says ep: {ep}; give the job's "
-            f"mesh: {{ep: {size}}} alone, by which workers are counted too"
+            f"DeepSpeed option {SECTION}.autoep_size is {size}, and the job's mesh says {given}; give the job's "
+            f"{instead}, by which workers are counted too"
         )
     if ep > 1 and enabled is False:
         raise UsageError(f"DeepSpeed option {SECTION}.enabled is false, and the job's mesh says ep: {ep}; remove one")
@@ -63,7 +66,21 @@ def configured(config: Mapping[str, Any], ep: int, changes: bool = False) -> dic
         refuse_in_stage0(
             config, f"ep: {ep}", "the mean of norms of which each leaves out the others' experts", "stage 1, 2 or 3"
         )
-    return {SECTION: {**section, "enabled": True, "autoep_size": ep}}
+    if tp > 1:
+        _require_lanes(config, described(1, tp, ep))
+    return {SECTION: {**section, "enabled": True, "autoep_size": ep * tp}}
+
+
+def _require_lanes(config: Mapping[str, Any], mesh: str) -> None:
+    """Raises UsageError for what experts of ranks that share layers have not been shown to be right with."""
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage", 0) == 0:
+        raise UsageError(f"{mesh} with experts is not supported in stage 0: use zero_optimization.stage 1, 2 or 3")
+    for key in ("offload_optimizer", "offload_param"):
+        if (zero.get(key) or {}).get("device", "none") != "none":
+            raise UsageError(
+                f"DeepSpeed option zero_optimization.{key}: DeepSpeed refuses it with experts and {mesh}; remove it"
+            )
 
 
 def size_of(config: Mapping[str, Any]) -> int:

@@ -59,6 +59,22 @@ def groups_of_any_size(wanted: bool) -> Iterator[None]:
         split.__defaults__ = before
 
 
+def count_in_norm(wrapper: Any) -> None:
+    """Of an optimizer of stage 1 or 2 whose ranks share layers and experts. The norm of a gradient has of what is no
+    slice what the first of the ranks that share layers has, which is right of what all of them have: DeepSpeed 0.19.8
+    leaves out the others' experts, and clips by what is left (stage 3 counts them: `_grad_norm_counts_every_rank`)."""
+    original, own = wrapper.get_grad_norm_direct, wrapper.model_parallel_rank
+
+    def counted(gradients: Any, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        wrapper.model_parallel_rank = 0 if any(map(is_expert, params)) else own
+        try:
+            return original(gradients, params, *args, **kwargs)
+        finally:
+            wrapper.model_parallel_rank = own
+
+    wrapper.get_grad_norm_direct = counted
+
+
 def require_groups(objects: UserObjects, native: bool, ep_changes: bool) -> None:
     """Raises UsageError for groups that experts cannot have here, and for a learning-rate scheduler that was made
     before they had any: it would not reach them."""

@@ -2,6 +2,10 @@
 
 AutoEP packs a layer's experts into three tensors, [experts, ...]; a rank has some of the first dimension's indices
 (deepspeed/module_inject/auto_ep_layer.py, `GroupedExperts`). Neighbouring ones are an interval of the whole tensor.
+
+Where ranks share layers, too, in `lanes` slices, they divide the experts further: neighbouring ranks have different
+ones, whichever axis they are neighbours along (auto_ep_folding.py, `expected_folding_group_tables`). So each lane has
+blocks of them, one for each of the ranks of it that share experts, and they are counted by lane like slices.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.core.errors import UsageError
+from elastic.core.sharding.cuts import Cut, parts_of
 from elastic.engines.deepspeed.refused import refuse_zero_init
 
 # deepspeed/checkpoint/constants.py, DS_AUTOEP_UC_META.
@@ -24,31 +29,50 @@ def is_expert(parameter: Any) -> bool:
     return getattr(parameter, "allreduce", True) is False
 
 
-def whole_shape(parameter: Any) -> tuple[int, ...] | None:
-    """With the experts of all ranks; None where the parameter is none of AutoEP's."""
+def is_repeated(parameter: Any) -> bool:
+    """Has each of the ranks that share layers all of it, and all of its gradient after the backward pass? Experts and
+    their gate have parts of theirs, which DeepSpeed adds up (auto_ep_folding.py)."""
+    sliced = getattr(parameter, "tensor_model_parallel", False)
+    return not (sliced or is_expert(parameter) or hasattr(parameter, "ds_autoep_folding_param_family"))
+
+
+def whole_shape(parameter: Any, lanes: int = 1) -> tuple[int, ...] | None:
+    """With the experts of all ranks of a lane; None where the parameter is none of AutoEP's."""
     meta = getattr(parameter, _META, None)
-    return None if meta is None else tuple(meta["logical_shape"])
+    if meta is None:
+        return None
+    number, *shape = meta["logical_shape"]
+    return (number // lanes, *shape)
 
 
-def first_element(parameter: Any) -> int:
-    """Where in the whole tensor this rank's experts begin. Raises UsageError where they are not neighbours."""
+def cut_of(parameter: Any, lanes: int) -> Cut | None:
+    """Which experts each lane has; None where the parameter is none of AutoEP's."""
+    meta = getattr(parameter, _META, None)
+    if meta is None:
+        return None
+    number, own = meta["logical_shape"][0], len(meta["local_experts"])
+    return Cut(0, tuple(meta["logical_shape"]), parts_of(number // (own * lanes), [[own] * lanes]))
+
+
+def first_element(parameter: Any, lanes: int = 1) -> int:
+    """Where in its lane's tensor this rank's experts begin. Raises UsageError where they are not neighbours."""
     meta = getattr(parameter, _META, None)
     if meta is None:
         return 0
     own = list(meta["local_experts"])
-    if own != list(range(own[0], own[0] + len(own))):
+    if own != list(range(own[0], own[0] + len(own))) or own[0] % len(own):
         raise UsageError(f"DeepSpeed gives this rank the experts {own}, which are not neighbours")
-    return int(own[0] * math.prod(meta["logical_shape"][1:]))
+    return int(own[0] // len(own) // lanes * len(own) * math.prod(meta["logical_shape"][1:]))
 
 
-def first_by_group(parameter: Any) -> int:
+def first_by_group(parameter: Any, lanes: int = 1) -> int:
     """The same, from this rank's place among those that share the experts, and from how many elements it holds."""
     if not is_expert(parameter) or not hasattr(parameter, _META):
         return 0
     from deepspeed.utils import groups
 
     held = int(getattr(parameter, "ds_numel", parameter.numel()))
-    return dist.get_rank(groups._get_expert_parallel_group(parameter.group_name)) * held
+    return dist.get_rank(groups._get_expert_parallel_group(parameter.group_name)) // lanes * held
 
 
 def make_groups(ep: int, sp: int) -> None:

@@ -82,19 +82,19 @@ def _shaped(value: Any, master: torch.Tensor) -> bool:
 
 
 def _finder(engine: Any) -> _Find:
-    wrapper = engine.optimizer
+    wrapper, lanes = engine.optimizer, max(engine.autotp_size(), 1)
     match int(engine.zero_optimization_stage()):
         case 3:
-            return lambda parameter: _in_sub_group(wrapper, parameter)
+            return lambda parameter: _in_sub_group(wrapper, parameter, lanes)
         case 1 | 2:
             flats = wrapper.bf16_groups_flat if hasattr(wrapper, "bf16_groups_flat") else wrapper.bit16_groups_flat
-            return lambda parameter: _in_flat(wrapper, flats, parameter)
+            return lambda parameter: _in_flat(wrapper, flats, parameter, lanes)
         case _:
-            whole = _whole_masters(wrapper)
+            whole = _whole_masters(wrapper, lanes)
             return lambda parameter: whole.get(id(parameter)) or _frozen(parameter)
 
 
-def _in_flat(wrapper: Any, flats: Any, parameter: Any) -> _Place:
+def _in_flat(wrapper: Any, flats: Any, parameter: Any, lanes: int) -> _Place:
     at = parameter.data_ptr()
     for number, flat in enumerate(flats):
         begin, rest = divmod(at - flat.data_ptr(), flat.element_size())
@@ -104,16 +104,16 @@ def _in_flat(wrapper: Any, flats: Any, parameter: Any) -> _Place:
         part = flat.numel() // dist.get_world_size(group)
         first = part * dist.get_rank(group)
         low, high = max(begin, first), min(begin + parameter.numel(), first + part)
-        start = first_by_group(parameter) + low - begin
+        start = first_by_group(parameter, lanes) + low - begin
         return _Place(start, high - low, wrapper.optimizer.param_groups[number]["params"][0], low - first)
     return _frozen(parameter)
 
 
-def _in_sub_group(wrapper: Any, parameter: Any) -> _Place:
+def _in_sub_group(wrapper: Any, parameter: Any, lanes: int) -> _Place:
     count = int(parameter.ds_tensor.ds_numel)
     start = dist.get_rank(parameter.ds_process_group) * count
     numel = min(count, int(parameter.ds_numel) - start)
-    start += first_by_group(parameter)
+    start += first_by_group(parameter, lanes)
     place = wrapper.grad_position.get(wrapper.get_param_id(parameter)) if parameter.requires_grad else None
     if place is None:
         return _Place(start, numel, kept=parameter.ds_tensor.data)
@@ -121,7 +121,7 @@ def _in_sub_group(wrapper: Any, parameter: Any) -> _Place:
     return _Place(start, numel, wrapper.fp32_partitioned_groups_flat[sub_group], offset)
 
 
-def _whole_masters(wrapper: Any) -> dict[int, _Place]:
+def _whole_masters(wrapper: Any, lanes: int) -> dict[int, _Place]:
     """By id of the trained parameter."""
     found = {}
     for number, group in enumerate(getattr(wrapper, "optimizer", wrapper).param_groups):
@@ -134,7 +134,7 @@ def _whole_masters(wrapper: Any) -> dict[int, _Place]:
             own = wrapper.fp16_groups[number] if hasattr(wrapper, "fp32_groups") else group["params"]
             for parameter, master in zip(own, group["params"], strict=True):
                 if parameter.requires_grad:
-                    found[id(parameter)] = _Place(first_by_group(parameter), parameter.numel(), master)
+                    found[id(parameter)] = _Place(first_by_group(parameter, lanes), parameter.numel(), master)
     return found
 
 

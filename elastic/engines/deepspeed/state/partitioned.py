@@ -16,7 +16,7 @@ import torch.distributed as dist
 from elastic.core.sharding.experts import held
 from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 from elastic.core.sharding.zero import Group, zero12_layout
-from elastic.engines.deepspeed.experts.placement import first_element, is_expert
+from elastic.engines.deepspeed.experts.placement import is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.live_state import Extra, Master, Weight, frozen_whole
 from elastic.engines.model.plain_names import named_parameters
@@ -106,7 +106,9 @@ class PartitionedState(ZeroState):
         """What lies of a parameter that begins at `begin` in this rank's `part` elements from `at` on; numel 0 or less
         where nothing does."""
         low, high = max(begin, at), min(begin + parameter.numel(), at + part)
-        return Chunk(self._names[id(parameter)], first_element(parameter) + low - begin, high - low, buffer, low - at)
+        return Chunk(
+            self._names[id(parameter)], self.first_element(parameter) + low - begin, high - low, buffer, low - at
+        )
 
 
 def _end_to_end(group: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:

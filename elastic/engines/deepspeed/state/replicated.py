@@ -14,7 +14,7 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import replicated_layout
-from elastic.engines.deepspeed.experts.placement import first_element, is_expert
+from elastic.engines.deepspeed.experts.placement import is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, whole_buffer
 
@@ -44,7 +44,7 @@ class ReplicatedState(ZeroState):
             held = self._wrapper.fp32_groups[number] if self._unfused else group
             for parameter, master in zip(group, held, strict=True):
                 name = self._names[id(parameter)]
-                chunk = Chunk(name, first_element(parameter), parameter.numel(), whole_buffer(name), 0)
+                chunk = Chunk(name, self.first_element(parameter), parameter.numel(), whole_buffer(name), 0)
                 among = self._alike if is_expert(parameter) else None
                 found.append(Master(chunk.buffer, number, master, (chunk,), (name,), replicated=True, among=among))
         return found

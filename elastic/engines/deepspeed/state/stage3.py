@@ -17,7 +17,7 @@ import torch.distributed as dist
 from elastic.core.sharding.experts import held
 from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 from elastic.core.sharding.zero import Group, zero3_layout
-from elastic.engines.deepspeed.experts.placement import first_element, is_expert
+from elastic.engines.deepspeed.experts.placement import is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState, own_numel
 from elastic.engines.live_state import PARAM, Extra, Master, Weight, is_sliced, whole_buffer
 from elastic.engines.model.plain_names import named_parameters
@@ -77,7 +77,7 @@ class Stage3State(ZeroState):
             if numel > 0:
                 found.append(Weight(name, start, parameter.ds_tensor.data.narrow(0, 0, numel), whole=False))
             if parameter.data.numel() == own_numel(parameter):
-                first = first_element(parameter)
+                first = self.first_element(parameter)
                 own = parameter.data.reshape(-1)
                 found.append(Weight(name, first, own, True, is_expert(parameter), is_sliced(parameter)))
         return found
@@ -121,7 +121,7 @@ class Stage3State(ZeroState):
         """(first element, number of elements) that this rank holds; the number is 0 where all is padding."""
         part, numel = int(parameter.partition_numel()), own_numel(parameter)
         start = self.place.among(is_expert(parameter))[0] * part
-        return first_element(parameter) + start, max(0, min(part, numel - start))
+        return self.first_element(parameter) + start, max(0, min(part, numel - start))
 
 
 def gather(parameters: Iterable[Any], numel: int = 1 << 24) -> None:

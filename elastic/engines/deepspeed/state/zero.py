@@ -33,7 +33,8 @@ class ZeroState(ABC):
         self.module: torch.nn.Module = engine.module
         self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
         self.counterparts = Counterparts(engine.module)
-        ep = max(config.size_of(engine._config._param_dict), self.counterparts.ep)
+        self.lanes = max(engine.autotp_size(), 1)
+        ep = max(config.size_of(engine._config._param_dict) // self.lanes, self.counterparts.ep)
         self.copies = placement.copies_group(engine)
         beside = 1 if self.copies is None else neighbours(dist.get_process_group_ranks(self.copies))
         self.place = Place(self.rank, self.world_size, ep, self.counterparts.ep > 1, beside)
@@ -47,7 +48,7 @@ class ZeroState(ABC):
         self._names = parameter_names(engine.module)
 
     def specs(self) -> list[TensorSpec]:
-        own = specs_of(self.module, [name for group in self.groups() for name in group], full_shape)
+        own = specs_of(self.module, [name for group in self.groups() for name in group], self.full_shape)
         return self.counterparts.of_specs(own)
 
     def group_holders(self) -> Mapping[str, Sequence[dict[str, Any]]]:
@@ -73,15 +74,22 @@ class ZeroState(ABC):
         return [
             replace(weight, start=first, experts=experts) if experts or first else weight
             for weight in weights_whole(self.module, trained)
-            for first, experts in [
-                (placement.first_element(named[weight.name]), placement.is_expert(named[weight.name]))
-            ]
+            for first, experts in [(self.first_element(named[weight.name]), placement.is_expert(named[weight.name]))]
         ]
 
     def shares_of_experts(self) -> Iterator[tuple[int, int]]:
         """Of `ranks_of_parts`."""
         for group in self._engine.expert_parallel_group.values():
-            yield dist.get_rank(group), self.place.share
+            yield dist.get_rank(group) // self.lanes, self.place.share
+
+    def first_element(self, parameter: Any) -> int:
+        """Where in the whole tensor, or this lane's slice of it, the part begins that this rank has a shard of."""
+        return placement.first_element(parameter, self.lanes)
+
+    def full_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """The shape before stage 3 partitioned it, with the experts of all ranks of this lane."""
+        whole = placement.whole_shape(parameter, self.lanes)
+        return whole or tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     @abstractmethod
     def groups(self) -> list[list[str]]: ...
@@ -109,11 +117,6 @@ class ZeroState(ABC):
 
     @abstractmethod
     def finish_install(self) -> None: ...
-
-
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape before stage 3 partitioned it, with all ranks' experts."""
-    return placement.whole_shape(parameter) or tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def own_numel(parameter: torch.Tensor) -> int:

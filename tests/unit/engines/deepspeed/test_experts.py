@@ -33,11 +33,44 @@ def test_without_a_mesh_experts_that_were_enabled_are_all_on_each_rank() -> None
         assert size_of(resolve({**GIVEN, "expert_parallel": section}, NONE, 3).native) == 0
 
 
-def test_experts_are_shared_beside_sequences_and_no_other_axis() -> None:
+def test_experts_are_shared_beside_sequences() -> None:
     made = resolve(GIVEN, NONE, 2, cell=2, ep=2)
     assert (made.micro_steps, made.native["train_batch_size"]) == (6, 48), "to DeepSpeed all four are data parallel"
-    with pytest.raises(UsageError, match=r"tp: 2, ep: 2\}: ep with tp or pp is supported with engine: fsdp2"):
-        resolve(GIVEN, NONE, 2, cell=4, tp=2, ep=2)
+
+
+def test_ranks_that_share_layers_divide_the_experts_further() -> None:
+    made = resolve({**GIVEN, "expert_parallel": {"autoep_size": 4}}, NONE, 2, cell=2, tp=2, ep=2)
+    assert size_of(made.native) == made.native["expert_parallel"]["autoep_size"] == 4
+    assert made.native["tensor_parallel"]["autotp_size"] == 2
+    # Experts that are all on each rank where none share layers.
+    enabled = {**GIVEN, "expert_parallel": {"enabled": True}}
+    assert size_of(resolve(enabled, NONE, 2, cell=2, tp=2).native) == 2
+    assert size_of(resolve(GIVEN, NONE, 2, cell=2, tp=2).native) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "mesh", "said"),
+    [
+        (
+            {"zero_optimization": {"stage": 1}},
+            {"cell": 2, "pp": 2},
+            r"pp: 2\}: ep with pp, or with both sp and tp, is supported with engine: fsdp2",
+        ),
+        ({}, {"cell": 4, "tp": 2}, r"sp: 2, tp: 2, ep: 2\}: ep with pp, or with both sp and tp, is supported"),
+        ({"expert_parallel": {"autoep_size": 2}}, {"cell": 2, "tp": 2}, "autoep_size is 2, .* mesh says ep: 2, tp: 2"),
+        (UNCLIPPED, {"cell": 2, "tp": 2}, r"tp: 2, ep: 2\} with experts is not supported in stage 0: use zero_opt"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            {"cell": 2, "tp": 2},
+            "zero_optimization.offload_optimizer: DeepSpeed refuses it with experts and mesh",
+        ),
+    ],
+)
+def test_what_does_not_work_beside_other_axes_is_refused(
+    given: dict[str, Any], mesh: dict[str, int], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        resolve({**GIVEN, **given}, NONE, 2, ep=2, **mesh)
 
 
 def test_stage_0_is_taken_where_nothing_is_clipped() -> None:

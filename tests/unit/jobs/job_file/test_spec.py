@@ -210,7 +210,10 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("mesh: {pp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {pp: 8})"),
         ("mesh: {sp: 2, pp: 2}\n", "sp and pp are supported together with engine: fsdp2; give one of them"),
         ("mesh: {cp: 2, tp: 2}\n", "line 3: cp (context parallelism, ring attention) is not supported: torch"),
-        ("mesh: {ep: 2, tp: 2}\n", "tp and ep are supported together with engine: fsdp2; give one of them"),
+        (
+            "mesh: {sp: 2, ep: 2, tp: 2}\n",
+            "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {sp: 2, tp: 2",
+        ),
         ("mesh: {sp: 2, ep: 4}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {sp: 2, ep: 4})"),
         ("mesh: {ep: 2, pp: 2}\n", "ep and pp are supported together with engine: fsdp2; give one of them"),
         ("engine: fsdp2\nmesh: {ep: 2, pp: 4}\n", "has no multiple of 8 (mesh: {ep: 2, pp: 4})"),
@@ -367,13 +370,15 @@ def test_a_slip_in_failures_is_named_with_and_without_a_gpu(gpu: str, tmp_path: 
 def test_workers_are_rounded_to_cells_of_two_axes(tmp_path: Path) -> None:
     text = GOOD.replace("max_workers: 4", "max_workers: 11") + "min_workers: 3\nglobal_batch: 8\nmicro_batch: 2\n"
     found = {}
-    for mesh in ("{sp: 2, tp: 2}", "{sp: 2, tp: [1, 2]}", "{sp: 2, tp: 2, pp: 2}", "{ep: [1, 2], pp: [2, 3]}"):
+    meshes = ("{sp: 2, tp: 2}", "{sp: 2, tp: [1, 2]}", "{tp: 2, ep: [1, 2]}", "{sp: 2, tp: 2, pp: 2}")
+    for mesh in (*meshes, "{ep: [1, 2], pp: [2, 3]}"):
         engine = "engine: fsdp2\n" if "pp" in mesh else ""
         settings = load(tmp_path, f"{text}{engine}mesh: {mesh}\n").settings("r", "./runs")
         found[mesh] = settings.scaling.min_workers, settings.scaling.max_workers, settings.mesh.cells
     assert found == {
         "{sp: 2, tp: 2}": (4, 8, (4,)),
         "{sp: 2, tp: [1, 2]}": (4, 10, (2, 4)),
+        "{tp: 2, ep: [1, 2]}": (4, 10, (2, 4)),
         "{sp: 2, tp: 2, pp: 2}": (8, 8, (8,)),
         "{ep: [1, 2], pp: [2, 3]}": (3, 10, (2, 3, 4, 6)),
     }
@@ -396,8 +401,8 @@ def test_experts_may_be_shared_by_other_numbers_of_workers_in_other_generations(
     [("ep: any", "each must divide the number of experts"), ("ep: [4, 2]", "the smallest first, not \\[4, 2\\]"),
      ("ep: []", "the sizes"), ("sp: [1, 2]", "sp is one number"), ("tp: any", "must fit the model's heads and widths"),
      ("tp: [2, 1]", "the smallest first, not \\[2, 1\\]"), ("tp: [1, 2]", "mesh.tp may change: give the job's global"),
-     ("tp: [1, 2], ep: 2", "together with engine: fsdp2"), ("tp: [1, 2], pp: 2", "together with engine: fsdp2"),
-     ("tp: 2, ep: [1, 2]", "together with engine: fsdp2")],
+     ("tp: [1, 2], ep: 2", "mesh.tp may change: give the job's"), ("tp: [1, 2], pp: 2", "together with engine: fsdp2"),
+     ("tp: 2, ep: [1, 2], sp: 2", "together with engine: fsdp2")],
 )  # fmt: skip
 def test_sizes_that_cannot_change_are_refused(tmp_path: Path, mesh: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
