@@ -63,6 +63,13 @@ def test_elements_of_module_lists_are_sharded_each_by_itself_and_inner_modules_f
         units(model, ("Block", "Missing"))
 
 
+def test_elements_of_numbered_module_dicts_are_too() -> None:
+    model: Any = Model()
+    layers, model.named = list(model.layers), nn.ModuleDict({"head": Block()})
+    model.layers = nn.ModuleDict({str(place): layer for place, layer in enumerate(layers)})
+    assert units(model, None) == list(reversed(layers))
+
+
 def test_a_module_that_shares_a_parameter_with_another_stays_with_the_root() -> None:
     model = Model(tied=True)
     assert units(model, ("Embedding", "Linear")) == [

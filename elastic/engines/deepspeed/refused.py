@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic.core.errors import UsageError
 from elastic.core.policy.communication import refused_hook
-from elastic.engines.model.plain_names import is_wrapper
+from elastic.engines.model.plain_names import is_compiled
 from elastic.engines.whole_tensor import refuse_whole_tensor
 
 _Test = Callable[[Any], bool]
@@ -228,7 +228,7 @@ def refuse_wrapped(model: Any, config: Mapping[str, Any]) -> None:
     """Raise UsageError for a module that torch.compile has wrapped, where DeepSpeed cannot train it: seen with stage 3
     of 0.19.8 alone ("'dict' object has no attribute '_in_forward'")."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    found = next((name for name, module in model.named_modules() if is_wrapper(module)), None)
+    found = next((name for name, module in model.named_modules() if is_compiled(module)), None)
     if stage == 3 and found is not None:
         what = f"module {found!r}" if found else "the model"
         raise UsageError(

@@ -36,13 +36,14 @@ class Options:
     whole gradient, 0 for none. `param_dtype`, `reduce_dtype`: what forward and backward compute in and what gradients
     are reduced in, as of torch's MixedPrecisionPolicy; None for the parameters' own. `shard`: class names of modules
     that are sharded (and gathered) each by itself; None: those that the model names (`_no_split_modules`), else the
-    elements of its ModuleLists. `reshard_after_forward`: free the gathered parameters of these between forward and
-    backward. `shard_workers`: so many neighbouring workers have the model once between them, or with a pipeline so many
-    of a stage its layers, and every such group has it (torch's HSDP); where there are other than several whole groups
-    all are one, as with None. `cpu_offload`: shards, gradients and optimizer states lie in host memory. `optimizer`:
-    {"type": a class of torch.optim, "params": its arguments}, for scripts that pass no optimizer. `pipeline_schedule`:
-    in which order the stages of a pipeline compute a step's micro-batches. `pipeline_stages_per_rank`: how many each
-    rank has, in a schedule for several; None: what is usual with the schedule.
+    elements of its ModuleLists and numbered ModuleDicts. `reshard_after_forward`: free the gathered parameters of these
+    between forward and backward. `shard_workers`: so many neighbouring workers have the model once between them, or
+    with a pipeline so many of a stage its layers, and every such group has it (torch's HSDP); where there are other
+    than several whole groups all are one, as with None. `cpu_offload`: shards, gradients and optimizer states lie
+    in host memory. `optimizer`: {"type": a class of torch.optim, "params": its arguments}, for scripts that pass no
+    optimizer. `pipeline_schedule`: in which order the stages of a pipeline compute a step's micro-batches.
+    `pipeline_stages_per_rank`: how many each rank has, in a schedule for several; None: what is usual with the
+    schedule.
     """
 
     global_batch: int | None = None

@@ -233,10 +233,11 @@ def _usual(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _list_elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The elements of the outermost ModuleLists."""
+    """The elements of the outermost ModuleLists, and of ModuleDicts whose keys are numbers (torchtitan's layers)."""
     for child in module.children():
-        if isinstance(child, torch.nn.ModuleList):
-            yield from (element for element in child if any(True for _ in element.parameters()))
+        numbered = isinstance(child, torch.nn.ModuleDict) and all(map(str.isdecimal, child))
+        if numbered or isinstance(child, torch.nn.ModuleList):
+            yield from (element for element in child.children() if any(True for _ in element.parameters()))
         else:
             yield from _list_elements(child)
 

@@ -21,7 +21,7 @@ from torch import nn
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.engines.model.description import aliases
-from elastic.engines.model.plain_names import is_wrapper, named_modules, plain, unwrapped
+from elastic.engines.model.plain_names import is_compiled, named_modules, plain, unwrapped
 
 # How many arguments a layer is called with.
 GROUPED, ROUTED = 2, 3
@@ -86,7 +86,7 @@ def _refuse_one_graph(model: nn.Module, layers: Mapping[str, Any], said: str) ->
 
 def _compiled(module: nn.Module) -> Any:
     """What torch has of the options of torch.compile, or of `module.compile`; None where it is not compiled."""
-    if is_wrapper(module):
+    if is_compiled(module):
         return vars(module)["dynamo_ctx"]
     found: Any = module._compiled_call_impl
     return None if found is None else inspect.getclosurevars(found).nonlocals["self"]

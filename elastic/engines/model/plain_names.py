@@ -1,7 +1,8 @@
-"""Names of a model's tensors and modules, as the model has them without torch.compile.
+"""Names of a model's tensors and modules, as the model has them without torch.compile and torch's checkpoint_wrapper.
 
-`torch.compile(module)` wraps a module into another one, whose tensors are `_orig_mod.weight`. A run may be resumed with
-another part compiled, and an export is read by models that are not: saved names are those of the plain model.
+Both wrap a module into another one, whose tensors are `_orig_mod.weight`, or `_checkpoint_wrapped_module.weight`. A run
+may be resumed with another part wrapped, and an export is read by models that are not: saved names are those of the
+plain model.
 
 A rank may have a part of a list of modules, and the others the rest: there they have their numbers in the whole list.
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     # What is refused is known to the command line, which loads no torch.
     import torch
 
-_WRAPPED = "_orig_mod"
+_COMPILED = "_orig_mod"
+# What wrappers call what is in them: torch.compile's, and that of activation checkpointing.
+_WRAPPED = (_COMPILED, "_checkpoint_wrapped_module")
 # Attribute of a list of modules: the number in the whole list of the first that this rank has.
 FIRST = "elastic_first"
 # Where a module has what it has.
@@ -148,13 +151,21 @@ def _saved(module: torch.nn.Module) -> Callable[[str], str]:
 
 def plain(name: str) -> str:
     """`_orig_mod.layers.0._orig_mod.weight` -> `layers.0.weight`."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+    if not any(wrapped in name for wrapped in _WRAPPED):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    return _WRAPPED in module._modules
+    return not module._modules.keys().isdisjoint(_WRAPPED)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Is it what torch.compile gave?"""
+    return _COMPILED in module._modules
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module itself, of one that torch.compile gave."""
-    return module._modules[_WRAPPED] or module if is_wrapper(module) else module
+    """The module itself, of one that is wrapped, maybe more than once."""
+    found = next((inner for name in _WRAPPED if (inner := module._modules.get(name)) is not None), None)
+    return module if found is None else unwrapped(found)
