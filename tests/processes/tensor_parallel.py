@@ -12,6 +12,7 @@ import sharing_model
 import torch
 import trainings
 from layered_model import EVEN, LAYERS, plan, plan_by_names, plan_of_sequences
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
@@ -27,13 +28,21 @@ def written(config: dict[str, Any]) -> Any:
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
     of_torch = config.get("engine") == "fsdp2"
-    made = written(config)
-    model = made.Transformer(config.get("dropout", 0.0), config.get("normed", False), **(EVEN if of_torch else {}))
-    model.recomputed = config.get("recomputed", False)
+    made, numbered = written(config), config.get("numbered")
+    with torch.device("meta" if numbered else "cpu"):
+        kind = made.Numbered if numbered else made.Transformer
+        model = kind(config.get("dropout", 0.0), config.get("normed", False), **(EVEN if of_torch else {}))
+    if numbered == "there":
+        with torch.no_grad():
+            model.to_empty(device="cpu").init_weights(torch.device("cpu"))
+    model.recomputed = config.get("recomputed", False) is True
     if config.get("plan") == "own":
         model._tp_plan = plan_by_names()
-    for layer in model.layers if config.get("compiled") else ():
-        layer.compile(backend="aot_eager")
+    for name, layer in [*model.layers.named_children()]:
+        if config.get("compiled"):
+            layer.compile(backend="aot_eager")
+        if config.get("recomputed") == "wrapped":
+            model.layers.register_module(name, checkpoint_wrapper(layer))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02)
     engine, _, loader, _ = elastic.initialize(
         model=model,

@@ -29,7 +29,14 @@ MARGIN = 8.0
 FLOOR = 4 * torch.finfo(torch.float32).eps
 # All relative to the tensor's largest element, or absolute below one. fp32 rounds at 6e-8, fp16 at 5e-4, bf16 at 4e-3.
 CEILING = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "C64": torch.complex64,
+}
 SIZE = 37
 # Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
 BATCH = BatchSettings(epochs=2)
@@ -206,10 +213,11 @@ def state_of(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tens
             kind, buffer = stored.key.split("/", 1)
             flat = torch.empty(stored.numel, dtype=DTYPES[stored.dtype])
             store.read(manifest, [ReadRange(shard.rank, stored.key, 0, stored.numel, flat)])
+            wide = torch.complex128 if flat.is_complex() else torch.float64
             for chunk in (chunk for chunk in shard.chunks if chunk.buffer == buffer):
                 numel = math.prod(manifest.parameters[chunk.name])
-                target = whole.setdefault(f"{kind}/{chunk.name}", torch.zeros(numel, dtype=torch.float64))
-                target[chunk.start : chunk.stop] = flat[chunk.offset : chunk.offset + chunk.numel].double()
+                target = whole.setdefault(f"{kind}/{chunk.name}", torch.zeros(numel, dtype=wide))
+                target[chunk.start : chunk.stop] = flat[chunk.offset : chunk.offset + chunk.numel].to(wide)
     return whole
 
 

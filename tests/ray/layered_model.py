@@ -170,10 +170,41 @@ class Transformer(nn.Module):
         if self.training:
             self.passes += 1
         x = self.placed(words)
-        for layer in self.layers:
+        for layer in self.layers.children():
             x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
         answer: torch.Tensor = self.head(self.norm(x))
         return answer
+
+
+class Numbered(Transformer):
+    """Layers, a cache of rotations and `init_weights` as torchtitan has them."""
+
+    def __init__(self, *sizes: Any, **more: Any) -> None:
+        super().__init__(*sizes, **more)
+        self.tied = self.head.weight is self.embed.weight
+        self.layers: Any = nn.ModuleDict({str(number): layer for number, layer in enumerate(self.layers)})
+        self.register_buffer("turns", self.rotations(), persistent=False)
+
+    def rotations(self) -> torch.Tensor:
+        angles = torch.arange(LENGTH)[:, None] / 10 ** torch.linspace(0, 1, WIDTH // 2)
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def init_weights(self, buffer_device: torch.device) -> None:
+        if self.tied:
+            # `to_empty` makes two of them.
+            self.head.weight = self.embed.weight
+        with buffer_device:
+            self.turns, self.passes = self.rotations(), torch.zeros(())
+        # The head has the embedding's weight, so that it is drawn again after all others.
+        for module in self.modules():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+        # Of what was drawn before.
+        self.layers["0"].mlp.up_proj.weight.mul_(0.5)
+
+    def placed(self, words: torch.Tensor) -> torch.Tensor:
+        pairs = super().placed(words).unflatten(-1, (-1, 2)).contiguous()
+        return torch.view_as_real(torch.view_as_complex(pairs) * self.turns[: words.shape[1]]).flatten(-2)
 
 
 def logits_of(engine: Any, words: torch.Tensor) -> torch.Tensor:

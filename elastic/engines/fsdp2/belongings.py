@@ -81,17 +81,21 @@ def release(model: nn.Module) -> None:
 
 
 def adopt(model: nn.Module, device: torch.device) -> None:
-    """After `fully_shard` of a released model: it has the sharded parameters of before, with memory but without values,
-    in the place of the new ones. `device`: where the shards lie."""
-    before = _released.pop(model)
+    """After `fully_shard` of a model on the meta device: its shards have memory but no values. A released model has the
+    sharded parameters of before, in the place of the new ones. `device`: where the shards lie."""
+    before = _released.pop(model, None)
     names = {id(tensor): name for name, tensor in named_parameters(model)}
     for made in _sharded(model):
-        new, kept = made.sharded_param, before[names[id(made.sharded_param)]]
+        new = made.sharded_param
         padded = torch.zeros(
             made.padded_sharded_param_size, dtype=new.dtype, device=device, pin_memory=bool(made.pin_memory)
         )
-        kept._local_tensor = padded.narrow(0, 0, new._local_tensor.shape[0])
-        kept._spec = new._spec
+        local = padded.narrow(0, 0, new._local_tensor.shape[0])
+        if before is None:
+            kept: Any = nn.Parameter(made.to_sharded_dtensor(local), requires_grad=new.requires_grad)
+        else:
+            kept = before[names[id(new)]]
+            kept._local_tensor, kept._spec = local, new._spec
         made._sharded_param_data = padded.view(-1)
         made.sharded_param = kept
         made._setattr_on_modules(kept)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
+from elastic.engines.fsdp2 import deferred
 from elastic.engines.fsdp2.belongings import adopt, is_released
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, Meshes, make_meshes
@@ -34,9 +35,10 @@ def shard_model(
     """In place: parameters become DTensors, cut as `plan` says over the ranks of `cell`, and by rows over all others.
     `layers`: those whose experts ranks share, as `grid` has them, here or in other generations.
 
-    Collective: all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; else a restore
-    follows. A model on which the user has called `fully_shard` keeps that sharding. One that was released gets the
-    DTensors of before. Raises UsageError for a model that cannot be sharded, naming the parameter.
+    Collective: all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; else a
+    restore follows. A model on which the user has called `fully_shard` keeps that sharding. One that was released
+    gets the DTensors of before. One on the meta device is given values by its `init_weights`. Raises UsageError for
+    a model that cannot be sharded, naming the parameter.
     """
     if isinstance(model, FSDPModule):
         if cell is not None:
@@ -56,9 +58,13 @@ def shard_model(
             )
         return Meshes(_mesh_of(model))
     again = is_released(model)
-    if not again:
+    absent = not again and deferred.is_deferred(model)
+    if absent:
+        require_shardable(model)
+        deferred.begin(model, device)
+    elif not again:
         prepare(model, None if options["cpu_offload"] else device)
-    broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
+    broadcast(model.parameters() if begins and not again and not absent else (), device)
     layers = layers or {}
     meshes = make_meshes(device, cell, None, options["shard_workers"], grid if layers else None)
     if meshes.tp is not None:
@@ -66,8 +72,11 @@ def shard_model(
         apply(plan, model, meshes.tp)
     share(layers, meshes)
     shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
-    if again:
+    if again or absent:
         adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
+    if absent:
+        deferred.give_values(model, meshes, device, begins)
+    broadcast(model.buffers(), device)
     return meshes
 
 
@@ -126,12 +135,17 @@ def prepare(model: torch.nn.Module, device: torch.device | None) -> None:
     for name, parameter in named_parameters(model):
         if parameter.is_meta:
             raise UsageError(f"parameter {name!r} is on the meta device; build the model on the CPU or its device")
+    require_shardable(model)
+    if device is not None:
+        model.to(device)
+
+
+def require_shardable(model: torch.nn.Module) -> None:
+    for name, parameter in named_parameters(model):
         if parameter.dim() == 0:
             raise UsageError(f"parameter {name!r} has no dimension to shard; give it the shape (1,)")
         if isinstance(parameter, DTensor):
             raise UsageError(f"parameter {name!r} is a DTensor already; leave the sharding to elastic.initialize")
-    if device is not None:
-        model.to(device)
 
 
 def units(model: torch.nn.Module, names: tuple[str, ...] | None) -> list[torch.nn.Module]:
@@ -208,6 +222,11 @@ def _mesh_of(model: torch.nn.Module) -> DeviceMesh:
     for name, parameter in named_parameters(model):
         if not isinstance(parameter, DTensor):
             raise UsageError(f"parameter {name!r} is not sharded: call fully_shard on the whole model, or not at all")
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device, and the script has called fully_shard itself: give it "
+                "values before elastic.initialize (to_empty, init_weights), or leave fully_shard out"
+            )
         if parameter.placements != (Shard(0),) or parameter.device_mesh.size() != dist.get_world_size():
             raise UsageError(
                 f"parameter {name!r} is placed {parameter.placements} on a mesh of {parameter.device_mesh.shape}; only "

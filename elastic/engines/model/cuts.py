@@ -69,7 +69,7 @@ def _wrong(before: torch.Tensor | None, local: torch.Tensor, cut: Cut | None, la
     if before is None:
         return "the model had no such parameter before it was cut"
     if before.is_meta:
-        # Given back by an earlier generation, in which it was compared; its values are restored.
+        # Given back by an earlier generation, in which it was compared; its values are restored. Or it has none yet.
         return None
     if cut is None:
         same = before.shape == local.shape and torch.equal(before.to(local.device, local.dtype), local)
