@@ -333,6 +333,17 @@ def test_projections_in_one_matrix_are_not_cut_across() -> None:
         assert read_plan({name: WHOLE_OUTPUT}, model, 2)
 
 
+def test_projections_in_one_matrix_are_cut_between_groups_of_heads() -> None:
+    """As torchtitan's FusedQKVLinear has them: two queries, a key and a value together, for each of six."""
+    model: Any = Model()
+    model.attention = nn.ModuleDict({"wqkv": nn.Linear(16, 6 * 4 * 2)})
+    model.attention.heads_per_kv, model.attention.r_dim, model.attention.head_dim = 2, 4, 2
+    plan = {"attention.wqkv": ColwiseParallel()}
+    assert read_plan(plan, model, 2, 3)
+    with pytest.raises(UsageError, match=r"'attention\.wqkv' has 6 groups of heads, which 4 workers cannot share"):
+        read_plan(plan, model, 2, 4)
+
+
 @pytest.mark.parametrize(
     ("plan", "wide", "said"),
     [

@@ -28,7 +28,7 @@ from elastic.core.sharding.cuts import Cut
 from elastic.engines.fsdp2.meshes import cut_of
 from elastic.engines.model.cuts import Cuts, Whole
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, plain
-from elastic.engines.model.shared_layers import is_fused, refuse_split_heads, refuse_transposed
+from elastic.engines.model.shared_layers import groups_of, is_fused, refuse_split_heads, refuse_transposed
 
 # Module names and what is done with them, in the order in which it is.
 Plan = tuple[tuple[str, ParallelStyle], ...]
@@ -90,7 +90,7 @@ def read_plan(given: Any, model: nn.Module, *sizes: int, experts: Collection[str
             raise UsageError(f"tp_plan: {named[twice]!r} and {pattern!r} both say how {twice!r} is cut; leave one out")
         named |= {name: pattern for name in found}
         if found:
-            plan += [(name, _style(style, name)) for name in found]
+            plan += [(name, _style(style, name, modules)) for name in found]
         elif not own or (not shared and any(matches(name, pattern) for name in parameters)):
             raise UsageError(f"tp_plan: the model has no module {pattern!r}; it has {_first(modules)}")
     for (name, style), size in product(plan, sizes):
@@ -173,7 +173,7 @@ def matches(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def _style(style: Any, name: str) -> ParallelStyle:
+def _style(style: Any, name: str, modules: Mapping[str, nn.Module]) -> ParallelStyle:
     if isinstance(style, str):
         if style not in _NAMED:
             raise UsageError(
@@ -186,7 +186,8 @@ def _style(style: Any, name: str) -> ParallelStyle:
             f"tp_plan: {name!r} has a {type(style).__name__}, which is neither a style of "
             "torch.distributed.tensor.parallel nor a name"
         )
-    if _is_cut(style) and is_fused(name):
+    holder = modules.get(name.rpartition(".")[0])
+    if _is_cut(style) and is_fused(name) and groups_of(holder, modules[name]) is None:
         raise UsageError(
             f"tp_plan: {name!r} holds several projections, and a rank would have the rows of one and not of another: "
             "make each a module of its own, or gather its output (output_layouts=Replicate())"

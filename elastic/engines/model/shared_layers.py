@@ -22,6 +22,16 @@ def is_fused(name: str) -> bool:
     return _FUSED.fullmatch(name.rpartition(".")[2]) is not None
 
 
+def groups_of(holder: Any, matrix: Any) -> int | None:
+    """How many groups of heads a `matrix` of several projections has, one after another, each with its queries, key and
+    value, so that ranks can have some of the groups. `holder`: the module that it is in. None where that does not say
+    so, as torchtitan's FusedQKVLinear does: `r_dim` heads in a group, of `head_dim` rows each."""
+    heads, rows = getattr(holder, "r_dim", None), getattr(holder, "head_dim", None)
+    if not (isinstance(heads, int) and isinstance(rows, int) and hasattr(holder, "heads_per_kv")):
+        return None
+    return int(matrix.weight.shape[0]) // (heads * rows)
+
+
 def refuse_transposed(model: torch.nn.Module, tp: int) -> None:
     """Raises UsageError for a model of transformers whose matrices are `Conv1D`s (GPT-2's, and those made like it).
 
@@ -42,16 +52,25 @@ def _is_conv1d(module: Any) -> bool:
 
 
 def refuse_split_heads(model: torch.nn.Module, name: str, tp: int) -> None:
-    """Raises UsageError where ranks would have parts of heads: `name` is a projection that is cut evenly by rows."""
+    """Raises UsageError where ranks would have parts of heads: `name` is a projection that is cut evenly by rows.
+
+    Where it holds several projections by groups of heads, ranks would have parts of groups."""
     config = _of_text(getattr(model, "config", None))
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
-    last = name.rpartition(".")[2]
+    above, _, last = name.rpartition(".")
     count = {"q_proj": heads, "k_proj": groups, "v_proj": groups}.get(last)
     if isinstance(count, int) and count % tp:
         raise UsageError(
             f"{described(1, tp)}: {name!r} has {count} heads, which {tp} workers cannot share evenly; use a tp that "
             "divides the numbers of heads (num_attention_heads, num_key_value_heads)"
+        )
+    modules = dict(named_modules(model))
+    together = groups_of(modules.get(above), modules[name]) if is_fused(name) else None
+    if together is not None and together % tp:
+        raise UsageError(
+            f"{described(1, tp)}: {name!r} has {together} groups of heads, which {tp} workers cannot share evenly; use "
+            "a tp that divides the number of heads of keys and values"
         )
 
 
