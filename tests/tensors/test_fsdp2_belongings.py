@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from elastic.core.errors import UsageError
 from elastic.engines.base import ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.belongings import Belongings, is_released
 from elastic.engines.fsdp2.config import Options
@@ -160,3 +161,17 @@ def test_a_sharding_of_the_users_own_cannot_be_done_again(as_rank: Any) -> None:
     )
     assert "the script has called fully_shard itself" in str(engine.obstacle())
     engine.close()
+
+
+def test_a_loss_that_calls_backward_itself_is_refused_by_name(as_rank: Any) -> None:
+    """A part of the gradient would not be scaled by the number of micro-batches."""
+    as_rank(0, 2)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, _, _ = KIND.build(ResolvedConfig(OPTIONS, 8, 2, 2, True), None, CPU, UserObjects(model, optimizer))
+    given = torch.tensor([1, 2, 3])
+    hidden = engine.forward([given], {}, False)
+    model.head(model.layers(torch.ones(3, 4))).sum().backward()
+    with pytest.raises(UsageError, match=r"'embedding\.weight' has a gradient before engine\.backward.*Chunked"):
+        engine.backward(hidden.sum(), {})
+    engine.detach()

@@ -21,7 +21,7 @@ from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import CountedExchanges, count_collectives
 from elastic.engines.fsdp2.experts import count_exchanges, end_exchanges
 from elastic.engines.fsdp2.fragments import fragments, numbers
-from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
+from elastic.engines.fsdp2.gradients import clip, local_gradients, require_none, total_norm
 from elastic.engines.fsdp2.meshes import (
     COPIES,
     EXPERTS,
@@ -141,7 +141,7 @@ class Fsdp2Adapter:
         self._clipping = float(resolved.native["gradient_clipping"])
         self._withhold = withhold
         self._belongings = belongings
-        self._last = True
+        self._last, self._begun = True, False
         self._rate_factor: Callable[[], float] = lambda: 1.0
         self._output = LastOutput()
         self.ledger = CollectiveLedger(device, {self.data_group: "dp"})
@@ -185,6 +185,9 @@ class Fsdp2Adapter:
         return self._output.zeros()
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> torch.Tensor:
+        if not self._begun:
+            require_none(self.leaves())
+            self._begun = True
         with self._comparing():
             # torch's types do not know them.
             (loss / self._micro_steps).backward(**named)  # type: ignore[no-untyped-call]

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.meshes import over_cell
+
+
+def require_none(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises UsageError, naming a parameter, where one has a gradient before the first backward pass of an engine."""
+    found = next((name for name, parameter in parameters.items() if parameter.grad is not None), None)
+    if found is not None:
+        raise UsageError(
+            f"parameter {found!r} has a gradient before engine.backward: a loss that calls backward itself "
+            "(torchtitan's ChunkedLossWrapper) is not scaled to the mean over the step; use one that engine.backward differentiates "
+            "(its CrossEntropyLoss, torch's cross_entropy)"
+        )
 
 
 def local_gradients(parameters: Iterable[torch.Tensor], tp: int = 1, copies: int = 1) -> list[tuple[torch.Tensor, int]]:
