@@ -20,8 +20,10 @@ from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.meshes import forget_meshes
+from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import shard_model
 from elastic.engines.model.expert_layers import require_shareable
+from elastic.engines.model.pipeline import Pipeline
 
 CPU, OPTIONS = torch.device("cpu"), vars(Options())
 PLAN = {"embed": RowwiseParallel(input_layouts=Replicate()), "layers.*.up": ColwiseParallel()}
@@ -58,6 +60,8 @@ class Model(nn.Module):
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         self.turns = torch.polar(torch.ones(6, device=buffer_device), torch.arange(6.0, device=buffer_device))
         self.bias.fill_(0.5)
+        # As torchtitan does it: `to_empty` makes two of them.
+        self.head.weight = self.embed.weight
         nn.init.normal_(self.embed.weight)
         for block in self.layers.values():
             block = getattr(block, "_checkpoint_wrapped_module", block)
@@ -92,45 +96,56 @@ def built(meta: bool, kind: Callable[[], nn.Module] = Model) -> Any:
     return model
 
 
-def sharded(model: nn.Module, tp: int, ep: int, begins: bool = True, **options: Any) -> None:
+def sharded(model: nn.Module, tp: int, ep: int, pp: int, **options: Any) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = Mesh.of(size, 1, tp, ep)
+    mesh = Mesh.of(size, 1, tp, ep, pp)
     cell = dist.new_group(list(mesh.along("tp", rank)), use_local_synchronization=True) if tp > 1 else None
     layers = require_shareable(model, (ep,), (tp,)) if max(ep, tp) > 1 else {}
     plan: Any = [(f"layers.{place}.up", PLAN["layers.*.up"]) for place in range(2)]
-    plan = (("embed", PLAN["embed"]), ("head", ColwiseParallel(output_layouts=Replicate())), *plan)
-    shard_model(model, {**OPTIONS, **options}, CPU, begins, plan if tp > 1 else None, cell, mesh, layers)
+    plan = (("embed", PLAN["embed"]), ("head", ColwiseParallel(output_layouts=Replicate())), *plan) if tp > 1 else None
+    options = {**OPTIONS, "pipeline_stages_per_rank": 1, **options}
+    if pp == 1:
+        shard_model(model, options, CPU, True, plan, cell, mesh, layers)
+        return
+    pipeline, names = Pipeline(nn.functional.mse_loss), ("embed", "layers.0", "layers.1", "head")
+    shard_stage(model, pipeline, names, options, CPU, True, mesh, plan, cell, layers)
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "tp", "ep", "options"),
+    ("rank", "size", "tp", "ep", "pp", "options"),
     [
-        (0, 1, 1, 1, {}),
-        *((rank, 5, 1, 1, {}) for rank in range(5)),
-        (3, 4, 1, 1, {"shard_workers": 2, "cpu_offload": True}),
-        *((rank, 4, 2, 1, {"shard": []}) for rank in range(4)),
-        *((rank, 8, 2, 2, {}) for rank in (0, 3, 6)),
-        (5, 8, 1, 4, {}),
-        (6, 8, 1, 2, {"shard_workers": 4}),
-        (1023, 1024, 4, 2, {}),
+        (0, 1, 1, 1, 1, {}),
+        *((rank, 5, 1, 1, 1, {}) for rank in range(5)),
+        (3, 4, 1, 1, 1, {"shard_workers": 2, "cpu_offload": True}),
+        *((rank, 4, 2, 1, 1, {"shard": []}) for rank in range(4)),
+        *((rank, 8, 2, 2, 1, {}) for rank in (0, 3, 6)),
+        (5, 8, 1, 4, 1, {}),
+        (6, 8, 1, 2, 1, {"shard_workers": 4}),
+        (1023, 1024, 4, 2, 1, {}),
+        # The first stage and the last have the tied parameter.
+        *((rank, 6, 1, 1, 3, {}) for rank in (0, 3, 5)),
+        *((rank, 8, 2, 2, 2, {"cpu_offload": True}) for rank in (1, 6)),
     ],
 )
 def test_a_rank_has_its_part_of_what_one_device_would_have(
-    world: Any, rank: int, size: int, tp: int, ep: int, options: dict[str, Any]
+    world: Any, rank: int, size: int, tp: int, ep: int, pp: int, options: dict[str, Any]
 ) -> None:
     world(rank, size)
     model, whole = built(meta=True), built(meta=False)
     before = torch.get_rng_state()
-    sharded(model, tp, ep, **options)
+    sharded(model, tp, ep, pp, **options)
     assert torch.equal(torch.get_rng_state(), before), "data and dropout draw what they would draw without it"
-    sharded(whole, tp, ep, **options)
+    sharded(whole, tp, ep, pp, **options)
     expected = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.placements == expected[name].placements
         assert torch.equal(parameter._local_tensor, expected[name]._local_tensor), name
         assert parameter.requires_grad == expected[name].requires_grad
-    assert model.head.weight is model.embed.weight
+    assert pp > 1 or model.head.weight is model.embed.weight
+    assert [(name, type(module)) for name, module in model.named_modules()] == [
+        (name, type(module)) for name, module in whole.named_modules()
+    ]
     assert all(torch.equal(model.get_buffer(name), whole.get_buffer(name)) for name in ("turns", "bias"))
 
 

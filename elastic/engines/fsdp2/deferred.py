@@ -8,7 +8,8 @@ one after another, and a rank keeps its part: initial weights are those of a mod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,35 +49,61 @@ def begin(model: torch.nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
 
 
-def give_values(model: torch.nn.Module, meshes: Meshes, device: torch.device, begins: bool) -> None:
-    """By `init_weights`, of a model that is sharded and has memory. Raises UsageError where it leaves a parameter out,
-    or makes another one, by name.
+class Others:
+    """Layers of a whole model that other stages have: they are there while `init_weights` runs."""
+
+    def __init__(self, model: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Before they are left out. `places`: the module that has one, and its name there."""
+        self.names = {id(parameter): name for name, parameter in named_parameters(model)}
+        self._layers = [(above, name, above._modules[name]) for above, name in places]
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        stand_ins = [above._modules[name] for above, name, _ in self._layers]
+        for above, name, layer in self._layers:
+            above._modules[name] = layer
+        yield
+        for (above, name, _), stand_in in zip(self._layers, stand_ins, strict=True):
+            above._modules[name] = stand_in
+
+
+def give_values(
+    model: nn.Module, meshes: Meshes, device: torch.device, begins: bool, others: Others | None = None
+) -> None:
+    """By `init_weights`, of a model that is sharded and has memory, beside which there are `others`. Raises UsageError
+    where it leaves a parameter out, or makes another one, by name.
 
     Collective where the run `begins`; else a restore follows, for which other ranks may have a model already."""
-    init: Any = model.init_weights
-    known = inspect.signature(init).parameters.values()
-    takes = any(each.name == "buffer_device" or each.kind is each.VAR_KEYWORD for each in known)
     seed = torch.tensor([torch.initial_seed()], dtype=torch.uint64).view(torch.int64).to(device)
     if begins:
         dist.broadcast(seed, src=0)
     shards = {name: shard for name, shard in named_parameters(model) if isinstance(shard, DTensor)}
-    plain = {id(shard): _Plain(shard, meshes, device, begins) for shard in shards.values()}
-    places = [
-        (module, name, plain[id(shard)])
-        for module in model.modules()
-        for name, shard in module._parameters.items()
-        if id(shard) in plain
-    ]
-    for module, name, one in places:
-        module._parameters[name] = one.parameter
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), _Watch(plain.values()):
-        torch.manual_seed(int(seed.view(torch.uint64)))
-        init(**({"buffer_device": device} if takes else {}))
-    for module, name, one in places:
-        one.keep()
-        one.given = one.given and module._parameters[name] is one.parameter
-        module._parameters[name] = one.shard
-    left = next((name for name, shard in shards.items() if not plain[id(shard)].given), None)
+    own = {name: _Plain(shard, shard, meshes, device, begins) for name, shard in shards.items()}
+    plain = {id(one.shard): one for one in own.values()}
+    with nullcontext() if others is None else others.present():
+        places = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        for _, _, parameter in places:
+            if id(parameter) not in plain:
+                assert others is not None
+                # Another stage's, if it is no other place of one that this rank has.
+                found = own.get(others.names[id(parameter)])
+                plain[id(parameter)] = found or _Plain(parameter, None, meshes, device, begins)
+        for module, name, parameter in places:
+            module._parameters[name] = plain[id(parameter)].parameter
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), _Watch(plain.values()):
+            torch.manual_seed(int(seed.view(torch.uint64)))
+            _call(model.init_weights, device)
+        for module, name, parameter in places:
+            one = plain[id(parameter)]
+            one.keep()
+            one.given = one.given and module._parameters[name] is one.parameter
+            module._parameters[name] = parameter
+    left = next((name for name, one in own.items() if not one.given), None)
     if left is not None:
         raise UsageError(
             f"{type(model).__name__} is on the meta device, and its init_weights() gives no values to parameter "
@@ -84,12 +111,19 @@ def give_values(model: torch.nn.Module, meshes: Meshes, device: torch.device, be
         )
 
 
-class _Plain:
-    """A parameter in the place of its shard, with memory from `bring` to `keep`. `given`: it has been worked on."""
+def _call(init: Any, device: torch.device) -> None:
+    known = inspect.signature(init).parameters.values()
+    takes = any(each.name == "buffer_device" or each.kind is each.VAR_KEYWORD for each in known)
+    init(**({"buffer_device": device} if takes else {}))
 
-    def __init__(self, shard: Any, meshes: Meshes, device: torch.device, begins: bool) -> None:
+
+class _Plain:
+    """A parameter in the place of its shard, or of another stage's, with memory from `bring` to `keep`. `given`: it has
+    been worked on."""
+
+    def __init__(self, like: Any, shard: Any, meshes: Meshes, device: torch.device, begins: bool) -> None:
         self.shard, self._meshes, self._begins, self.given = shard, meshes, begins, False
-        self.parameter = nn.Parameter(torch.empty(shard.shape, dtype=shard.dtype, device=device), shard.requires_grad)
+        self.parameter = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device=device), like.requires_grad)
         self.memory = self.parameter.untyped_storage()
         self._bytes = self.memory.nbytes()
         self.memory.resize_(0)
@@ -97,6 +131,11 @@ class _Plain:
     def bring(self) -> None:
         if self.memory.nbytes() < self._bytes:
             self.memory.resize_(self._bytes)
+            if self.given and self.shard is None:
+                raise UsageError(
+                    "init_weights of a model on the meta device comes back to a parameter after others, and another "
+                    "stage has it (mesh.pp); let it finish with each, or build the model on the CPU"
+                )
             if self.given and self._begins:
                 self.parameter.copy_(self.shard.full_tensor())
         self.given = True
@@ -105,7 +144,8 @@ class _Plain:
     def keep(self) -> None:
         """This rank's part."""
         if self.memory.nbytes() and self._bytes:
-            self.shard._local_tensor.copy_(self._part())
+            if self.shard is not None:
+                self.shard._local_tensor.copy_(self._part())
             self.memory.resize_(0)
 
     def _part(self) -> torch.Tensor:

@@ -19,8 +19,8 @@ def require_none(parameters: Mapping[str, torch.Tensor]) -> None:
     if found is not None:
         raise UsageError(
             f"parameter {found!r} has a gradient before engine.backward: a loss that calls backward itself "
-            "(torchtitan's ChunkedLossWrapper) is not scaled to the mean over the step; use one that engine.backward differentiates "
-            "(its CrossEntropyLoss, torch's cross_entropy)"
+            "(torchtitan's ChunkedLossWrapper) is not scaled to the mean over the step; use one that engine.backward "
+            "differentiates (its CrossEntropyLoss, torch's cross_entropy)"
         )
 
 

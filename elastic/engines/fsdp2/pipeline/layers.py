@@ -111,12 +111,17 @@ def cut(
 
 def prune(model: nn.Module, cut: Cut) -> None:
     """Leave of the model what the rank's stages have, in place."""
+    own = {id(p) for number in cut.own for p in layer_of(model, cut.names[number]).parameters()}
+    for parent, leaf in places_of_others(model, cut):
+        layer = parent._modules[leaf]
+        assert layer is not None
+        parent._modules[leaf] = _stand_in(layer, own)
+
+
+def places_of_others(model: nn.Module, cut: Cut) -> list[tuple[nn.Module, str]]:
+    """Where the layers of other ranks' stages are, in the whole model: the module, and the name in it."""
     layers = frozenset(cut.own)
-    own = {id(p) for number in layers for p in layer_of(model, cut.names[number]).parameters()}
-    for number, name in enumerate(cut.names):
-        if number not in layers:
-            parent, leaf = _parent(model, name)
-            parent._modules[leaf] = _stand_in(layer_of(model, name), own)
+    return [_parent(model, name) for number, name in enumerate(cut.names) if number not in layers]
 
 
 class Chain:

@@ -11,12 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
+from elastic.engines.fsdp2 import deferred
+from elastic.engines.fsdp2.belongings import adopt
 from elastic.engines.fsdp2.config import BACK
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
-from elastic.engines.fsdp2.pipeline.layers import Cut, cut, prune
+from elastic.engines.fsdp2.pipeline.layers import Cut, cut, places_of_others, prune
 from elastic.engines.fsdp2.pipeline.tied import require_alike
-from elastic.engines.fsdp2.sharding import broadcast, prepare, shard_units, units
+from elastic.engines.fsdp2.sharding import broadcast, prepare, require_shardable, shard_units, units
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
 from elastic.engines.model.pipeline import Pipeline
 
@@ -37,21 +39,27 @@ def shard_stage(
     ranks of `cell`, with DTensors over the ranks that have the same, or groups of them. `experts`: the layers of the
     whole model whose experts the ranks of a stage share, as `mesh` has them, here or in other generations. Collective:
     all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; so initial weights do not
-    depend on where stages are cut.
+    depend on where stages are cut. One on the meta device is given values by its `init_weights`.
 
     Raises UsageError for a model that cannot be cut or sharded, by name.
     """
     if isinstance(model, FSDPModule):
         raise UsageError("the script has called fully_shard itself, and a pipeline is cut before that: leave it out")
-    prepare(model, None)
+    absent = deferred.is_deferred(model)
+    if absent:
+        require_shardable(model)
+        deferred.begin(model, device)
+    else:
+        prepare(model, None)
     back = options["pipeline_schedule"] in BACK
     found = cut(pipeline, names, model, mesh.pp, mesh.stage(dist.get_rank()), options["pipeline_stages_per_rank"], back)
     # Before it is on a device: the whole model need not fit there.
-    broadcast([*(model.parameters() if begins else ()), *model.buffers()], device)
+    broadcast([*(model.parameters() if begins and not absent else ()), *model.buffers()], device)
     # Looked for in the whole model: a rank need not have all of them.
     units(model, options["shard"])
+    others = deferred.Others(model, places_of_others(model, found)) if absent else None
     prune(model, found)
-    if not options["cpu_offload"]:
+    if not options["cpu_offload"] and not absent:
         model.to(device)
     own = set(model.modules())
     layers = {name: layer for name, layer in (experts or {}).items() if layer in own}
@@ -64,6 +72,11 @@ def shard_stage(
     share(layers, meshes)
     options = {**options, "shard": _present(model, options["shard"])}
     shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
+    if others is not None:
+        adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
+        deferred.give_values(model, meshes, device, begins, others)
+        with others.present():
+            broadcast(model.buffers(), device)
     return meshes, found
 
 
