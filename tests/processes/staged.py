@@ -24,8 +24,13 @@ import elastic
 def model_of(config: dict[str, Any]) -> Staged:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
     kind = StagedMixture if config.get("experts") else Staged
-    model = kind(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
+    deferred = config.get("deferred")
+    with torch.device("meta" if deferred else "cpu"):
+        model = kind(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
     model.to(getattr(torch, config.get("precision", "float32")))
+    if deferred == "there":
+        with torch.no_grad():
+            model.to_empty(device="cpu").init_weights()
     if config.get("frozen"):
         model.layers[2].mlp.experts.w2.requires_grad_(False)
     if config.get("sequences"):
@@ -44,7 +49,8 @@ class BalancedLoss(Loss):
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model: Any = model_of(config)
-    crew.told["initial"] = {name: value.detach().clone() for name, value in model.named_parameters()}
+    there = {name: value for name, value in model.named_parameters() if not value.is_meta}
+    crew.told["initial"] = {name: value.detach().clone() for name, value in there.items()}
     if config.get("views"):
         for layer in model.layers:
             layer.register_forward_hook(lambda module, given, output: output.view(output.shape))

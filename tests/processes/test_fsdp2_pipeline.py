@@ -288,6 +288,9 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, schedule: dict[
     [
         pytest.param({"dropout": 0.2}, id="untied", marks=SLOW),
         pytest.param({"tied": True, "dropout": 0.2}, id="tied"),
+        pytest.param(
+            {"tied": True, "deferred": "absent", "seeded by": "pp", "precision": "float64"}, id="built without memory"
+        ),
         pytest.param({"fsdp2": {"pipeline_schedule": "GPipe"}}, id="gpipe", marks=SLOW),
         pytest.param({**LOOPED, "tied": True, "dropout": 0.2}, id="interleaved-tied", marks=SLOW),
         pytest.param({**LOOPED, "fsdp2": later("DualPipeV"), "tied": True}, id="dualpipev-tied", marks=SLOW),
@@ -298,7 +301,7 @@ def test_stages_whose_layers_are_shared_equal_one_rank_with_all_layers(
 ) -> None:
     """A pipeline of two stages of two ranks each; layers shared by two ranks that have all; the pipeline again."""
     config = {**FSDP2, **way, "plan": "all"}
-    one = through(crew, tmp_path / "one", config, WHOLE)
+    one = through(crew, tmp_path / "one", {**config, "deferred": way.get("deferred") and "there"}, WHOLE)
     parts = (((0, 1, 2, 3), 2, 3), ((3, 1), 1, 5), ((3, 1, 2, 0), 2, None))
     moved = through_stages(crew, tmp_path / "moved", config, parts, tp=2)
     assert _distance(one.losses, moved.losses) <= ALLOWED

@@ -23,8 +23,19 @@ class Staged(nn.Module):
         self.embed, self.places = nn.Embedding(vocabulary, WIDTH), Places()
         self.layers = nn.ModuleList(Block(dropout, False, hidden, kv_heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
+        self.tied = tied
         if tied:
             self.head.weight = self.embed.weight
+
+    def init_weights(self) -> None:
+        if self.tied:
+            # `to_empty` makes two of them.
+            self.head.weight = self.embed.weight
+        self.places.passes.zero_()
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset) and not (self.tied and module is self.head):
+                reset()
 
     def called(self, words: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What its layers give, one after another, in plain torch."""
