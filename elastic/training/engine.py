@@ -12,6 +12,7 @@ import torch
 
 from elastic.comm.collective_ledger import CollectiveCall
 from elastic.comm.device_stream import capturing
+from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import GenerationEnded, UsageError
@@ -30,6 +31,12 @@ from elastic.training.watch.anomalies import AnomalyWatch
 from elastic.training.watch.audits import Audits
 from elastic.training.watch.sharing import SharingWatch
 from elastic.training.watch.step_measures import StepMeasures
+
+_COUNTS_BATCHES = (
+    "it has asked for engine.gradient_accumulation_steps() without a batch at hand, to count batches by, it seems: at "
+    "another world size a step has another number; a loop over the loader stays, in which "
+    "engine.is_gradient_accumulation_boundary() says where a step ends"
+)
 
 
 class ElasticEngine:
@@ -186,8 +193,7 @@ class ElasticEngine:
         if progress.on_last_batch:
             if self._goes_to_vote(progress):
                 return
-            self._steps.before_update()
-            self._rates.check_first(progress.step + 1, self._open().native.optimizer, self._state.first_rates)
+            self._before_update()
         audited = None if not progress.on_last_batch else self._audit
         updating = nullcontext() if audited is None else audited.updating(self.plan, progress.step)
         with self._scope.translating(), updating:
@@ -216,6 +222,17 @@ class ElasticEngine:
             return self._grad_norm
         norm = self._open().native.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Batches of a step on this rank, at this world size.
+
+        A loop that asks without a batch at hand may take so many, from steps that have another number when the world
+        size has changed, or that were abandoned half-way: its function is called again then.
+        """
+        progress = self._steps.progress
+        if progress is None or progress.active is None:
+            self.begin_again(_COUNTS_BATCHES)
+        return int(self._open().native.gradient_accumulation_steps())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """What DeepSpeed answers at the same place: is the micro-batch at hand the last of its step?
@@ -360,6 +377,16 @@ class ElasticEngine:
         part = spec.mesh.sequence(spec.rank)
         rng.seed_everything(*rng.forward_stream(spec.seed, progress.step, batch.index, progress.forwards, part))
         progress.forwards += 1
+
+    def _before_update(self) -> None:
+        progress = self._steps.progress
+        assert progress is not None
+        self._steps.before_update()
+        checkpoint, optimizer, unequal = self._scope.spec.checkpoint, self._open().native.optimizer, None
+        resumed = checkpoint is not None and not is_snapshot(checkpoint)
+        if self._in_loop is not None:
+            unequal, resumed = self._steps.unequal, resumed and not self._in_loop.called_again
+        self._rates.before_update(progress.step + 1, optimizer, self._state.first_rates, unequal, resumed)
 
     def _goes_to_vote(self, progress: StepProgress) -> bool:
         """Is an audit's verdict a pass of third ranks away, which the loader hands out next? Collective in an audited

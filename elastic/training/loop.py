@@ -7,7 +7,6 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from elastic.comm.device_check import device_error
@@ -66,8 +65,7 @@ class GenerationRunner:
         try:
             context.install(self.generation)
             self.join()
-            with suppress(RunOver):
-                call(fn, config)
+            call(fn, config, lambda: self.finished)
             result = self.returned()
         except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
             result = self.classify(error)
@@ -88,6 +86,12 @@ class GenerationRunner:
         self._group.abort()
         if first and not self._left.is_set():
             threading.Thread(target=self._keep_aborting, name="elastic-abort", daemon=True).start()
+
+    @property
+    def finished(self) -> bool:
+        """Is the run's last step done and saved?"""
+        steps = self.generation.steps
+        return steps is not None and steps.finished
 
     @property
     def step(self) -> int:
@@ -113,8 +117,7 @@ class GenerationRunner:
 
     def returned(self) -> GenerationResult:
         """The user's function returned. `except BaseException` in it may have swallowed an end: check again."""
-        steps = self.generation.steps
-        completed = steps is not None and steps.finished
+        steps, completed = self.generation.steps, self.finished
         if not completed:
             self._scope.check()
             completed = steps is not None and steps.returned()
@@ -241,7 +244,8 @@ def seed_build(seed: int) -> None:
     rng.seed_everything(seed, "build")
 
 
-def call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:
+def call(fn: Callable[..., Any], config: Mapping[str, Any] | None, finished: Callable[[], bool]) -> None:
+    """`fn(config)`, or `fn()`. Where the run is `finished`, a loop that has no end of its own is left."""
     takes_config = bool(inspect.signature(fn).parameters)
     try:
         if takes_config:
@@ -252,3 +256,13 @@ def call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:
         # `sys.exit(main())` at the end of a script.
         if end.code:
             raise
+    except RunOver:
+        pass
+    except StopIteration:
+        # Of `next()` on an iterator over the loader.
+        if not finished():
+            raise
+        logger.warning(
+            "the run is over and the training function asked for another batch by next(): it is left, and what stands "
+            "after its loop does not run; `for batch in loader` ends by itself"
+        )

@@ -118,6 +118,11 @@ class SnapshotMemory(Protocol):
 class InLoop(Protocol):
     """Keeps the user's function in its loop while generations change. On the training thread."""
 
+    @property
+    def called_again(self) -> bool:
+        """Has this process called the function before?"""
+        ...
+
     def initializing(self) -> None:
         """`elastic.initialize` was called: the function's set-up is done."""
         ...

@@ -240,6 +240,12 @@ class StepLoop:
                 self._repeated.check(progress.step + 1, self.plan.positions(progress.step)[0], progress.content)
         progress.fenced_s += self._saving().before_update()
 
+    def unequal(self, flag: bool, number: int) -> bool:
+        """Is `flag` set on any rank, or is `number`, of 63 bits, not the same on all? Collective."""
+        with self._scope.translating():
+            (flagged,), (differs,) = self._saving().agreement.any_and_unequal([flag], [number])
+        return flagged or differs
+
     def step_finished(self, report: StepReport, applied: bool) -> None:
         """The optimizer has made the current step, or skipped it. It is closed when the loop comes back."""
         assert self.progress is not None

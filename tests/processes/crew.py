@@ -252,7 +252,9 @@ class Training:
         self.runner: Any = None
         self._coordinators: dict[Any, Any] = {}
         self._begun: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # As a worker has one for all its generations.
         self._call: Any = None
+        self._called: tuple[str, dict[str, Any]] | None = None
         self.thread = threading.Thread(target=self._train, daemon=True)
         self.thread.start()
 
@@ -318,8 +320,10 @@ class Training:
         indices.clear()
         function = _named(fn)
         if config.get("in_loop"):
-            made = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
-            runner, result = made.run(_ahead(runner) if config.get("ahead") else runner)
+            if self._call is None or self._called != (fn, config):
+                self._call = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
+                self._called = (fn, config)
+            runner, result = self._call.run(_ahead(runner) if config.get("ahead") else runner)
         else:
             result = runner.run(function, config)
         self._left(runner, result)

@@ -626,25 +626,22 @@ def keep_the_contract(config: dict[str, Any]) -> None:
 
 
 def counts_by_itself(config: dict[str, Any]) -> None:
-    """The learning rate of each step follows from a variable of this function, or from the run's step."""
+    """The learning rate of each step follows from a variable of this function, which begins with 0 or with the run's
+    step, or from the latter itself."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("elastic").addHandler(handler)
-    model = Small(0.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine, _, loader, _ = elastic.initialize(
-        model=model,
-        optimizer=optimizer,
-        training_data=Numbers(37, torch.float32),
-        config=deepspeed_config({"stage": 1, "schedule": False}),
-    )
-    counter = 0
+    model, optimizer, engine, loader = _without_schedule()
+    counter = elastic.get_context().step if config["by"] == "begun" else 0
     try:
         for _ in elastic.epochs():
             for batch in loader:
                 step = elastic.get_context().step if config["by"] == "context" else counter
-                optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (step + 1) / 5)
+                drop = config.get("drop")
+                optimizer.param_groups[0]["lr"] = 0.01 * (
+                    min(1.0, (step + 1) / 5) if drop is None else 1 + (step >= drop)
+                )
                 before = model.second.weight.detach().clone()
                 one_pass(engine, batch)
                 if torch.equal(before, model.second.weight):
@@ -653,6 +650,28 @@ def counts_by_itself(config: dict[str, Any]) -> None:
     finally:
         crew.told.update(warnings=said)
         logging.getLogger("elastic").removeHandler(handler)
+
+
+def counts_batches(config: dict[str, Any]) -> None:
+    """A loop over steps around one over the batches of each, which it takes by itself; it never ends."""
+    _, optimizer, engine, loader = _without_schedule()
+    batches = (batch for _ in elastic.epochs() for batch in loader)
+    while True:
+        optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (elastic.get_context().step + 1) / 5)
+        for _ in range(engine.gradient_accumulation_steps()):
+            one_pass(engine, next(batches))
+
+
+def _without_schedule() -> tuple[Any, Any, Any, Any]:
+    model = Small(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        optimizer=optimizer,
+        training_data=Numbers(37, torch.float32),
+        config=deepspeed_config({"stage": 1, "schedule": False}),
+    )
+    return model, optimizer, engine, loader
 
 
 def tells_what_is_owed(config: dict[str, Any]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from elastic.core.checkpoint.snapshots import is_snapshot, parse_snapshot_id
-from elastic.core.errors import CollectiveFailed, GenerationEnded, RunOver, UsageError
+from elastic.core.errors import CollectiveFailed, GenerationEnded, UsageError
 from elastic.core.names import parse_checkpoint_id
 from elastic.training import cleanup, context
 from elastic.training.in_loop.ahead import Ahead, until_needed
@@ -18,6 +17,7 @@ from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.in_loop.unfinished import fingerprint
 from elastic.training.loop import GenerationRunner, call, seed_build
 from elastic.training.result import GenerationResult, Kind
+from elastic.training.user.rates import are_apart
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class FunctionCall:
         # The user's code outside of the steps has taken part in collectives; how many there were when it began.
         self._joins_in: str | None = None
         self._collectives: int | None = None
+        # The user's code sets learning rates that differ between ranks, or from those of a step that is repeated.
+        self._rates_apart = False
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -76,6 +78,7 @@ class FunctionCall:
         while True:
             self._runner, self._following, self._unclean = None, None, None
             self._abandoned, self._reason, self._elsewhere = None, None, None
+            self._rates_apart = False
             result = self._called_ahead(begins) if isinstance(begins, Ahead) else self._called(begins)
             if self._runner is None:
                 assert isinstance(begins, Ahead)
@@ -129,8 +132,7 @@ class FunctionCall:
 
     def _call(self) -> None:
         self._calls, self._called_at = self._calls + 1, time.monotonic()
-        with suppress(RunOver):
-            call(self._fn, self._config)
+        call(self._fn, self._config, lambda: self._runner is not None and self._runner.finished)
 
     def _returned(self) -> GenerationResult:
         result = self._current.returned()
@@ -179,6 +181,10 @@ class FunctionCall:
 
     # -- InLoop --------------------------------------------------------------------------------------------------------
 
+    @property
+    def called_again(self) -> bool:
+        return self._calls > 1
+
     def initializing(self) -> None:
         self._judge("its set-up")
         seconds = time.monotonic() - self._called_at
@@ -200,6 +206,7 @@ class FunctionCall:
         if self._abandoned is not None:
             return True
         result = runner.classify(error)
+        self._look_for_rates(error)
         if result.kind not in _SURVIVED or self._obstacle() is not None:
             return False
         # The first cause must reach the controller before the consequences that other ranks see.
@@ -216,6 +223,7 @@ class FunctionCall:
             runner, result = self._current, self._abandoned or self._current.classify(error)
             if result.kind not in _SURVIVED or runner.generation.scope.last:
                 raise error
+            self._look_for_rates(error)
             why = self._obstacle()
             if why is not None:
                 self._leave_function(why)
@@ -252,6 +260,9 @@ class FunctionCall:
         if before is not None and self._current.generation.group.collectives() > before:
             self._joins_in = f"{code} takes part in collectives, which a worker that joins does with all others"
 
+    def _look_for_rates(self, error: BaseException) -> None:
+        self._rates_apart = self._rates_apart or are_apart(error)
+
     def _obstacle(self) -> str | None:
         """Why the function cannot stay; None where it can."""
         if self._handles is None:
@@ -260,6 +271,11 @@ class FunctionCall:
             return "the engine could not be built again on the same model"
         if self._joins_in is not None:
             return self._joins_in
+        if self._rates_apart:
+            return (
+                "it sets learning rates from a counter of its own, which is ahead of the run or differs between ranks; "
+                "one by elastic.get_context().step stays right"
+            )
         if self._current.generation.group.has_groups_of_script:
             return "it has made or taken process groups, which end with their generation"
         return self._handles.engine.obstacle()

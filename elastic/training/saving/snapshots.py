@@ -14,6 +14,7 @@ from typing import Protocol
 
 from elastic.checkpoint.shares import Shares
 from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.comm.agreement import Agreement
 from elastic.comm.device_stream import DelayClock
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import CollectiveFailed, IntegrityError
@@ -88,6 +89,10 @@ class Snapshots:
         self._memory: MemoryTier | None = None
         if scope.spec.memory is not None and (memory := scope.coordinator.memory()) is not None:
             self._memory = MemoryTier(scope, state, run_state, scope.spec.memory, memory, own_state)
+
+    @property
+    def agreement(self) -> Agreement:
+        return self._state.agreement
 
     def before_update(self) -> float:
         """The state is verified if it was restored, and copied where a copy was begun. Returns the seconds that the

@@ -22,6 +22,7 @@ from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, ShardedState, Weight
 from elastic.training.state.verification import listed
 from elastic.training.state.verify_weights import MASK63, fingerprints
+from elastic.training.user.rates import RatesApart
 
 # Weights that follow from masters are not carried, so a snapshot compares so many bytes of them, in turn.
 _SAMPLE_BYTES = 64 << 20
@@ -95,7 +96,8 @@ class Replicas:
             found = {what: outliers(column) for what, column in zip(values, zip(*by_rank, strict=True), strict=True)}
         named = {what: ", ".join(str(agreement.ranks[rank]) for rank in ranks) for what, ranks in found.items()}
         what = listed([f"{what} on rank {ranks}" for what, ranks in named.items() if ranks])
-        return IntegrityError(
+        by_loop = all(name.startswith(HYPER) for name, ranks in found.items() if ranks)
+        return (RatesApart if by_loop else IntegrityError)(
             f"the ranks' copies of one state have drifted apart: {what} differs from the other ranks'. A snapshot "
             "would carry one of them only; go back to an older checkpoint, and look for code that changes state on "
             f"some ranks alone{_COUNTER if HYPER in what else ''}"

@@ -98,12 +98,6 @@ class PipelinedEngine(ElasticEngine):
 
         return MicroStep(lambda: batches.read(number), before_forward, before_layer, scaled, batch.samples)
 
-    def _before_update(self) -> None:
-        progress = self._steps.progress
-        assert progress is not None
-        self._steps.before_update()
-        self._rates.check_first(progress.step + 1, self._open().native.optimizer, self._state.first_rates)
-
 
 def require_pipeline(model: Any, pp: int, streams: bool, engine: str, pipeline: Any) -> None:
     """Raises UsageError for what cannot be where `pp` ranks share the layers."""

@@ -1,16 +1,28 @@
 """Learning rates that the loop sets from a counter of its own: a repeated step has others then, and after a resume the
-first step has those of the run's first step."""
+first step has those of the run's first step.
+
+The platform cannot put such a counter right. Where it is found out in time, the training function is called again on
+all ranks: one that begins to count with `elastic.get_context().step` is right then.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import xxhash
+
+from elastic.core.errors import CollectiveFailed, IntegrityError, UsageError
 
 logger = logging.getLogger(__name__)
 
 _KEPT = 1024
+
+
+class RatesApart(IntegrityError):
+    """Ranks would make a step with different learning rates, or repeat one with others than the first time."""
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
@@ -18,9 +30,20 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
     return tuple(float(group["lr"]) for group in getattr(optimizer, "param_groups", ()) if "lr" in group)
 
 
+def are_apart(error: BaseException | None) -> bool:
+    """Is it, or what has caused it, a RatesApart?"""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, RatesApart):
+            return True
+        seen.append(error)
+        error = error.__cause__ if error.__cause__ not in (None, error) else error.__context__
+    return False
+
+
 class Rates:
-    """Of one loop, which stays while generations change. `restored` when a generation begins, `check_first` before its
-    first update, `check` after every step."""
+    """Of one loop, which stays while generations change. `restored` when a generation begins, `before_update` before
+    every update, `check` after every step."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[float, ...]] = {}
@@ -31,21 +54,42 @@ class Rates:
         """Those that the optimizer has with its restored state; None where nothing was restored."""
         self._restored = rates
 
-    def check_first(self, step: int, optimizer: Any, first: Sequence[float]) -> None:
-        """Warns, before the generation's first update, where `step` would be made with the rates of the run's `first`
-        step: set by the loop, since the restored ones are others."""
+    def before_update(
+        self,
+        step: int,
+        optimizer: Any,
+        first: Sequence[float],
+        unequal: Callable[[bool, int], bool] | None = None,
+        resumed: bool = True,
+    ) -> None:
+        """Before a restored generation's first update. Collective, where `unequal` is given: is a flag set on any rank,
+        or does a number differ?
+
+        Raises CollectiveFailed from RatesApart, on all ranks, where ranks have different rates, or one of them would
+        repeat `step` with others. Where `step` would be made with the rates of the run's `first` step, set by the loop
+        since the restored ones are others, warns after a resume, which may begin a schedule anew; else UsageError.
+        """
         restored, self._restored = self._restored, None
-        if restored is None or self._said:
+        if restored is None:
             return
-        now = rates_of(optimizer)
-        if now and _same(now, first) and not _same(now, restored):
-            self._said = True
-            logger.warning(
-                "step %d has learning rate %g, as the run's first step, and the restored state has %g. A rate that the "
-                "loop sets from a counter of its own begins anew where the training function does: count by "
-                "elastic.get_context().step",
-                step, now[0], restored[0],
-            )  # fmt: skip
+        now, before = rates_of(optimizer), self._known.get(step)
+        ahead = before is not None and not _same(before, now)
+        if unequal is not None and unequal(ahead, xxhash.xxh3_64_intdigest(repr(now).encode()) >> 1):
+            apart = RatesApart(
+                f"step {step} would have other learning rates than the first time, or than other ranks have"
+            )
+            raise CollectiveFailed(str(apart)) from apart
+        if self._said or not now or not _same(now, first) or _same(now, restored):
+            return
+        self._said = True
+        sentence = (
+            f"step {step} has learning rate {now[0]:g}, as the run's first step, and the restored state has "
+            f"{restored[0]:g}. A rate that the loop sets from a counter of its own begins anew where the training "
+            "function does: count by elastic.get_context().step"
+        )
+        if not resumed:
+            raise UsageError(f"{sentence}, or begin the counter with it, and resume the run")
+        logger.warning(sentence)
 
     def check(self, step: int, rates: Sequence[float]) -> None:
         """Warns, once, where `step` had other rates the first time."""

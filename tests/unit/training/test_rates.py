@@ -35,7 +35,7 @@ def test_the_rate_of_the_runs_first_step_after_a_restore_is_named(
     rates = Rates()
     rates.restored(None if restored is None else (restored,))
     for step in (7, 8):
-        rates.check_first(step, _Optimizer(now), (0.1,))
+        rates.before_update(step, _Optimizer(now), (0.1,))
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == (
         ["step 7 has learning rate 0.1"] if said else []
     )
