@@ -177,6 +177,8 @@ def get_context() -> Context:
     """Where this worker is now: rank, world size, generation, step, device, whether it resumed."""
     generation = _generation()
     generation.scope.moved()
+    if generation.in_loop is not None and (generation.steps is None or generation.steps.progress is None):
+        generation.in_loop.rank_asked()
     return Context.of(generation)
 
 

@@ -123,6 +123,10 @@ class InLoop(Protocol):
         """Has this process called the function before?"""
         ...
 
+    def rank_asked(self) -> None:
+        """The function is told its rank before its first batch."""
+        ...
+
     def initializing(self) -> None:
         """`elastic.initialize` was called: the function's set-up is done."""
         ...

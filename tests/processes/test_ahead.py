@@ -11,6 +11,8 @@ from crew import Crew
 from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _assert_ended, _distance, _undisturbed
 from trainings import ASKS
 
+from elastic.checkpoint.storage import CheckpointStore
+
 pytestmark = pytest.mark.processes
 
 CONFIG: dict[str, Any] = {"stage": 1, "dropout": 0.1, "in_loop": True, "ahead": True}
@@ -38,6 +40,22 @@ def test_a_set_up_that_asks_is_answered_as_in_a_generation(crew: Crew, tmp_path:
         assert points.index("set up") < points.index("waits"), "the model was built before it waited"
         assert points.count("waits") == outcomes[number].told["calls"] == 1
     assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
+
+
+@pytest.mark.parametrize("asks", ["nothing", "variable", "torch", "deepspeed.init_distributed", "elastic"])
+def test_a_survivor_that_becomes_rank_0_is_told_where_it_has_asked(
+    crew: Crew, tmp_path: Path, still: Run, asks: str
+) -> None:
+    """Seen: with rank 0's node went whatever a script does on rank 0 (`master_process = rank == 0`): its log, its
+    evaluation, its files; nobody did that from there on."""
+    config = {**CONFIG, "asks": asks, "url": str(tmp_path)}
+    begun = crew.run([0, 1, 2], "sets_up_ahead", config, end_at=2, **MORE)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    moved = crew.run([1, 2], "sets_up_ahead", config, checkpoint=newest.id, **MORE)
+    _assert_ended(moved, "finished", LAST_STEP)
+    ranks, calls = zip(*[(outcome.told["rank"], outcome.told["calls"]) for outcome in moved], strict=True)
+    assert (ranks, calls) == (((None, None), (1, 1)) if asks == "nothing" else ((0, 2), (2, 1)))
+    assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
 
 
 def test_the_engines_own_initialize_is_answered(crew: Crew, tmp_path: Path, still: Run) -> None:

@@ -53,8 +53,9 @@ class Ahead:
 class _Gate:
     """Closed until the function needs its generation; `join` is called once, on the thread that made the gate."""
 
-    def __init__(self, join: Callable[[], None]) -> None:
+    def __init__(self, join: Callable[[], None], asked: Callable[[], None]) -> None:
         self._join = join
+        self.asked = asked
         self._thread = threading.get_ident()
         self._joined = threading.Event()
         self._open = False
@@ -99,6 +100,7 @@ _WORLD, _IS_INITIALIZED = _META.WORLD, dist.is_initialized
 def _pass_through() -> None:
     gate = _gate
     if gate is not None:
+        gate.asked()
         gate.pass_through()
 
 
@@ -137,13 +139,14 @@ def _watch(gate: _Gate | None) -> None:
 
 
 @contextmanager
-def until_needed(ahead: Ahead, join: Callable[[], None]) -> Iterator[None]:
+def until_needed(ahead: Ahead, join: Callable[[], None], asked: Callable[[], None]) -> Iterator[None]:
     """Within it, `join` is called by the first thing that needs the generation. It installs and joins one, or raises
-    what the function is to be left with."""
+    what the function is to be left with. `asked` is called where that thing may tell the function its rank."""
     foreign_loops.refuse(ahead.kind.name)
-    gate = _Gate(join)
+    gate = _Gate(join, asked)
 
     def spec() -> Any:
+        asked()
         current = context.current()
         assert current is not None
         return current.scope.spec

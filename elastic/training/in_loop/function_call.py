@@ -70,6 +70,8 @@ class FunctionCall:
         self._collectives: int | None = None
         # The user's code sets learning rates that differ between ranks, or from those of a step that is repeated.
         self._rates_apart = False
+        # It may have been told its rank before its first batch, and keep it.
+        self._knows_rank = False
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -117,7 +119,7 @@ class FunctionCall:
         """Without a generation still, the function is to be called in one: it raised what it may not raise there."""
         seed_build(ahead.seed)
         try:
-            with until_needed(ahead, lambda: self._enter(ahead.first())):
+            with until_needed(ahead, lambda: self._enter(ahead.first()), self.rank_asked):
                 self._call()
                 # It may have needed none.
                 context.current()
@@ -184,6 +186,9 @@ class FunctionCall:
     @property
     def called_again(self) -> bool:
         return self._calls > 1
+
+    def rank_asked(self) -> None:
+        self._knows_rank = True
 
     def initializing(self) -> None:
         self._judge("its set-up")
@@ -299,6 +304,12 @@ class FunctionCall:
             raise self._leave_function(
                 f"{now} workers share each layer from here on, not {before}, and {following.spec.engine} cannot cut a "
                 "model that is in use"
+            )
+        if self._knows_rank and following.spec.rank == 0 != runner.spec.rank:
+            self._following = following
+            raise self._leave_function(
+                "it is rank 0 from here on and has asked for its rank before its first batch; one that asks "
+                "elastic.get_context() in its loop stays"
             )
         if self._handles is not None and self._handles.loader.is_beyond(_step_of(following.spec.checkpoint)):
             self._following = following
