@@ -132,6 +132,18 @@ def test_nothing_of_an_evaluation_is_invented(crew: Crew, tmp_path: Path) -> Non
     _assert_ended(again, "finished", LAST_STEP)
 
 
+@pytest.mark.slow  # compiles DeepSpeed's Adam where no cache has it
+def test_deepspeeds_adam_updates_alike_on_a_newcomer(crew: Crew, tmp_path: Path) -> None:
+    """In C++ it keeps the betas to the power of the step, which it multiplies on from step to step; a process that
+    begins at a later step takes the power. Seen with DeepSpeed's CIFAR-10 example, in stage 0: the ranks' weights
+    differed in the last bits after a node had joined, which ended two generations and all worker processes."""
+    config = {"in_loop": True, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BatchSettings(max_steps=30), "max_world_size": 3, "checkpoint_every_steps": 1}
+    _assert_ended(crew.run([0, 1], "by_deepspeeds_adam", config, end_at=20, **more), "ended", 20)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    _assert_ended(crew.run([0, 1, 2], "by_deepspeeds_adam", config, checkpoint=newest.id, **more), "finished", 30)
+
+
 def test_a_function_that_holds_the_native_engine_is_called_again(crew: Crew, tmp_path: Path) -> None:
     config = {"stage": 2, "in_loop": True, "url": str(tmp_path)}
     ended = crew.run([0, 1], "keeps_the_native_engine", config, batch=BATCH, end_at=2)

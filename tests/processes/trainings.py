@@ -662,6 +662,21 @@ def counts_batches(config: dict[str, Any]) -> None:
             one_pass(engine, next(batches))
 
 
+def by_deepspeeds_adam(config: dict[str, Any]) -> None:
+    """DeepSpeed's own Adam, in stage 0, where every rank updates all weights."""
+    adam = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.999]}}
+    model = Small(0.0)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        training_data=Numbers(37, torch.float32),
+        config=deepspeed_config({"stage": 0, "schedule": False, "top": {"optimizer": adam}}),
+    )
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+
+
 def _without_schedule() -> tuple[Any, Any, Any, Any]:
     model = Small(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

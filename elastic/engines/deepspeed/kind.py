@@ -28,7 +28,7 @@ from elastic.engines.deepspeed.experts.native_rules import require_carriable as 
 from elastic.engines.deepspeed.experts.optimizer import count_in_norm, groups_of_any_size, regrouped, require_groups
 from elastic.engines.deepspeed.experts.placement import make_groups, refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.experts.recorders import table_by_names
-from elastic.engines.deepspeed.operators import build_ahead
+from elastic.engines.deepspeed.operators import build_ahead, forget_powers
 from elastic.engines.deepspeed.pipeline import config as pipeline
 from elastic.engines.deepspeed.pipeline.adapter import PipelineAdapter
 from elastic.engines.deepspeed.pipeline.module import is_pipeline, require_carriable
@@ -141,6 +141,7 @@ class DeepSpeed:
         if form.ep and form.tp > 1 and native.zero_optimization_stage() < 3:
             count_in_norm(native.optimizer)
         belongings.built(native)
+        forget_powers(native.basic_optimizer)
         engine.count_collectives()
         engine.ledger.remark = resolved.said
         return engine, wrapped, scheduler

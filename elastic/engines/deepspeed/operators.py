@@ -1,4 +1,5 @@
-"""Compile DeepSpeed's optimizer kernels before the first generation: nvcc takes up to minutes, a join is limited."""
+"""DeepSpeed's optimizer kernels: compiled before the first generation, since nvcc takes up to minutes and a join is
+limited; and what they keep from one generation to the next."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import logging
 import time
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,22 @@ def needed(config: Mapping[str, Any]) -> str | None:
     if kind == "adagrad":
         return "CPUAdagradBuilder" if offload else None
     return "FusedLambBuilder" if kind == "lamb" else None
+
+
+def forget_powers(optimizer: Any) -> None:
+    """On a CPU the kernels of Adam keep the betas to the power of the step, one for the whole process, and multiply
+    them on from step to step. A process that begins at a later step takes the power itself, which is rounded otherwise.
+    After a step with other betas they take it in every process."""
+    kind = next(
+        (cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("deepspeed.ops.adam")), ""
+    )
+    tensors = [torch.zeros(1) for _ in range(4)]
+    rate, betas, eps, step, decay = 0.0, (0.0, 0.0), 1.0, 1, 0.0
+    if kind == "FusedAdam" and optimizer._dummy_overflow_buf.device.type == "cpu":
+        lists, mode = [[tensor] for tensor in tensors], optimizer.adam_w_mode
+        optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, lists, rate, *betas, eps, step, mode, 1, decay)
+    elif kind == "DeepSpeedCPUAdam":
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, rate, *betas, eps, decay, True, *tensors)
 
 
 def build_ahead(config: Mapping[str, Any] | None) -> None:
