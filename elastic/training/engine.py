@@ -382,11 +382,14 @@ class ElasticEngine:
         progress = self._steps.progress
         assert progress is not None
         self._steps.before_update()
-        checkpoint, optimizer, unequal = self._scope.spec.checkpoint, self._open().native.optimizer, None
+        # Those of the script and its scheduler, without what a batch of another size makes of them.
+        rates, checkpoint, unequal = rates_of(self._open().native.optimizer), self._scope.spec.checkpoint, None
+        if progress.step == 0:
+            self._state.first_rates = rates
         resumed = checkpoint is not None and not is_snapshot(checkpoint)
         if self._in_loop is not None:
             unequal, resumed = self._steps.unequal, resumed and not self._in_loop.called_again
-        self._rates.before_update(progress.step + 1, optimizer, self._state.first_rates, unequal, resumed)
+        self._rates.before_update(progress.step + 1, rates, self._state.first_rates, unequal, resumed)
 
     def _goes_to_vote(self, progress: StepProgress) -> bool:
         """Is an audit's verdict a pass of third ranks away, which the loader hands out next? Collective in an audited
@@ -416,11 +419,6 @@ class ElasticEngine:
         if self._audit is not None:
             report = replace(report, audit=self._audit.take())
         self._grad_norm = report.grad_norm
-        # Those of the script and its scheduler, without what a batch of another size makes of them.
-        own = tuple(rate / self._steps.rate_factor for rate in report.learning_rates)
-        self._rates.check(report.step, own)
-        if report.step == 1:
-            self._state.first_rates = own
         self._steps.step_finished(report, outcome.applied)
 
     def _judged(self, loss: float, outcome: StepOutcome) -> BadStep | None:

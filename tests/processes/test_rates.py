@@ -78,6 +78,16 @@ def test_a_counter_that_is_ahead_begins_anew_on_all_ranks(crew: Crew, tmp_path: 
     assert rates == pytest.approx([0.01 * min(1.0, step / 5) for step in range(3, LAST_STEP + 1)] * (by == "begun"))
 
 
+def test_a_schedule_of_the_engine_stays_in_its_loop(crew: Crew, tmp_path: Path) -> None:
+    """Step 3 is repeated, with the rate of the first time."""
+    config = {"url": str(tmp_path), "stage": 1, "in_loop": True}
+    more: dict[str, Any] = {"batch": BATCH, "checkpoint_every_steps": 1}
+    _assert_kinds(crew.run([0, 1], "train", config, end_at=3, **more), "ended")
+    second = {entry.step: entry.id for entry in CheckpointStore(str(tmp_path), "run").list()}[2]
+    _assert_kinds(crew.run([0, 1], "train", config, checkpoint=second, **more), "finished")
+    assert [point for member in crew.members[:2] for point in member.points if point.startswith("left")] == []
+
+
 def test_a_loop_that_counts_the_batches_of_a_step_begins_anew_with_another_count(crew: Crew, tmp_path: Path) -> None:
     """One rank has five batches in a step, three have two. Seen: the loop of the one went on with the five batches that
     it had asked for, and made the next step with the rate of this one; and at the run's end, whose last step was saved,

@@ -43,10 +43,10 @@ def are_apart(error: BaseException | None) -> bool:
 
 class Rates:
     """Of one loop, which stays while generations change. `restored` when a generation begins, `before_update` before
-    every update, `check` after every step."""
+    every update."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[float, ...]] = {}
+        self._made: dict[int, tuple[float, ...]] = {}
         self._said = False
         self._restored: tuple[float, ...] | None = None
 
@@ -57,55 +57,54 @@ class Rates:
     def before_update(
         self,
         step: int,
-        optimizer: Any,
+        now: tuple[float, ...],
         first: Sequence[float],
         unequal: Callable[[bool, int], bool] | None = None,
         resumed: bool = True,
     ) -> None:
-        """Before a restored generation's first update. Collective, where `unequal` is given: is a flag set on any rank,
-        or does a number differ?
+        """`step` is about to be made with the rates `now`. Collective before the first update after a restore, where
+        `unequal` is given: is a flag set on any rank, or does a number differ?
 
-        Raises CollectiveFailed from RatesApart, on all ranks, where ranks have different rates, or one of them would
-        repeat `step` with others. Where `step` would be made with the rates of the run's `first` step, set by the loop
-        since the restored ones are others, warns after a resume, which may begin a schedule anew; else UsageError.
+        Raises CollectiveFailed from RatesApart then, on all ranks, where ranks have different rates, or one of them
+        would repeat `step` with others; for a later step this warns, once. Where a first step would be made with the
+        rates of the run's `first` one, set by the loop since the restored ones are others, warns after a resume, which
+        may begin a schedule anew; else UsageError.
         """
         restored, self._restored = self._restored, None
-        if restored is None:
-            return
-        now, before = rates_of(optimizer), self._known.get(step)
-        ahead = before is not None and not _same(before, now)
-        if unequal is not None and unequal(ahead, xxhash.xxh3_64_intdigest(repr(now).encode()) >> 1):
-            apart = RatesApart(
-                f"step {step} would have other learning rates than the first time, or than other ranks have"
-            )
-            raise CollectiveFailed(str(apart)) from apart
-        if self._said or not now or not _same(now, first) or _same(now, restored):
-            return
-        self._said = True
-        sentence = (
-            f"step {step} has learning rate {now[0]:g}, as the run's first step, and the restored state has "
-            f"{restored[0]:g}. A rate that the loop sets from a counter of its own begins anew where the training "
-            "function does: count by elastic.get_context().step"
-        )
-        if not resumed:
-            raise UsageError(f"{sentence}, or begin the counter with it, and resume the run")
-        logger.warning(sentence)
-
-    def check(self, step: int, rates: Sequence[float]) -> None:
-        """Warns, once, where `step` had other rates the first time."""
-        before, now = self._known.pop(step, None), tuple(rates)
-        self._known[step] = now
-        while len(self._known) > _KEPT:
-            del self._known[next(iter(self._known))]
-        if before is None or self._said or len(before) != len(now):
-            return
-        if not _same(before, now):
+        before = self._made.get(step, now)
+        ahead = len(before) == len(now) and not _same(before, now)
+        if restored is not None:
+            number = xxhash.xxh3_64_intdigest(repr(now).encode()) >> 1
+            if unequal is not None and unequal(ahead, number):
+                apart = RatesApart(
+                    f"step {step} would have other learning rates than the first time, or than other ranks have"
+                )
+                raise CollectiveFailed(str(apart)) from apart
+            if now and _same(now, first) and not _same(now, restored):
+                self._begins_anew(step, now[0], restored[0], resumed)
+        if ahead and not self._said:
             self._said = True
             logger.warning(
                 "step %d is repeated with learning rate %g; the first time it had %g. A rate that the loop sets from a "
                 "counter of its own is ahead from here on, as the counter is: count by elastic.get_context().step",
                 step, now[0], before[0],
             )  # fmt: skip
+        self._made.pop(step, None)
+        self._made[step] = now
+        while len(self._made) > _KEPT:
+            del self._made[next(iter(self._made))]
+
+    def _begins_anew(self, step: int, now: float, restored: float, resumed: bool) -> None:
+        sentence = (
+            f"step {step} has learning rate {now:g}, as the run's first step, and the restored state has {restored:g}. "
+            "A rate that the loop sets from a counter of its own begins anew where the training function does: count "
+            "by elastic.get_context().step"
+        )
+        if not resumed:
+            raise UsageError(f"{sentence}, or begin the counter with it, and resume the run")
+        if not self._said:
+            self._said = True
+            logger.warning(sentence)
 
 
 def _same(some: Sequence[float], others: Sequence[float]) -> bool:

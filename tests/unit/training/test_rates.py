@@ -8,15 +8,10 @@ from elastic.training.user.rates import Rates
 def test_a_repeated_step_with_another_rate_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     rates = Rates()
     for step, rate in ((1, 0.1), (2, 0.2), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)):
-        rates.check(step, [rate])
+        rates.before_update(step, (rate,), ())
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "step 2 is repeated with learning rate 0.25"
     ]
-
-
-class _Optimizer:
-    def __init__(self, rate: float) -> None:
-        self.param_groups = [{"lr": rate}]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +30,7 @@ def test_the_rate_of_the_runs_first_step_after_a_restore_is_named(
     rates = Rates()
     rates.restored(None if restored is None else (restored,))
     for step in (7, 8):
-        rates.before_update(step, _Optimizer(now), (0.1,))
+        rates.before_update(step, (now,), (0.1,))
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == (
         ["step 7 has learning rate 0.1"] if said else []
     )
