@@ -44,7 +44,8 @@ def advice(error: BaseException) -> str | None:
     if isinstance(error, SystemExit) and error.code == 2:
         return (
             "the training function has parsed a command line (SystemExit: 2, see the worker's output): a worker's is "
-            "Ray's own; take options from the function's argument, `def train(config)`, which is the job's `config`"
+            "Ray's own; take options from the function's argument, `def train(config)`, which is the job's `config`; "
+            "`parser.parse_args([], argparse.Namespace(**config))` keeps the parser's defaults"
         )
     return None
 

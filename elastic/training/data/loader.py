@@ -175,10 +175,11 @@ class ElasticLoader:
             self._epoch_ended = self._scope.step
         if self.finished:
             self.close()
-        elif epoch == 0 and self._scope.step == began and self._scope.spec.rank == 0:
+        elif epoch == 0 and self._scope.step == began:
+            # On all ranks: a worker that joins is never rank 0, and the others do not begin anew.
             logger.warning(
-                "this training function began in epoch %d of the run: its iterations of earlier epochs are empty "
-                "(`for epoch in elastic.epochs()` begins at the epoch that the run is in)",
+                "this training function began in epoch %d of the run: its iterations of earlier epochs are empty, and "
+                "what it does after each is done again (`for epoch in elastic.epochs()` begins at the run's epoch)",
                 self._steps.epoch,
             )
 

@@ -13,6 +13,7 @@ def test_a_command_line_that_is_not_the_scripts(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as raised:
         parser.parse_args(["--node-ip-address=10.0.0.1"])
     assert "take options from the function's argument" in str(advice(raised.value))
+    assert "`parser.parse_args([], argparse.Namespace(**config))`" in str(advice(raised.value))
     assert advice(SystemExit(3)) is None
 
 
