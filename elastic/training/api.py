@@ -177,9 +177,10 @@ def get_context() -> Context:
     """Where this worker is now: rank, world size, generation, step, device, whether it resumed."""
     generation = _generation()
     generation.scope.moved()
-    if generation.in_loop is not None and (generation.steps is None or generation.steps.progress is None):
-        generation.in_loop.rank_asked()
-    return Context.of(generation)
+    found, in_loop, steps = Context.of(generation), generation.in_loop, generation.steps
+    if in_loop is None or (steps is not None and steps.progress is not None):
+        return found
+    return context.watched(found, in_loop.rank_asked)
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------

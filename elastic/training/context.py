@@ -55,6 +55,21 @@ class Context:
         )
 
 
+class _Watched(Context):
+    """Calls `_asked` when a rank is read of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("rank", "coordinates"):
+            object.__getattribute__(self, "_asked")()
+        return object.__getattribute__(self, name)
+
+
+def watched(found: Context, asked: Callable[[], None]) -> Context:
+    made = object.__new__(_Watched)
+    vars(made).update(vars(found), _asked=asked)
+    return made
+
+
 _lock = threading.Lock()
 _current: Generation | None = None
 # What elastic.state is given before a generation exists (a plain script does so before initialize).

@@ -310,6 +310,7 @@ ASKS: dict[str, Callable[[], Any]] = {
     "deepspeed.comm": asks_deepspeed,
     "deepspeed.init_distributed": asks_deepspeed_to_begin,
     "elastic": lambda: elastic.get_context().rank,
+    "elastic, for its step": lambda: elastic.get_context().step,
     "a thread": asks_in_a_thread,
     "not, and copies all variables": copies_in_a_thread,
     "a thread that is waited for": asks_in_a_thread_that_is_waited_for,
