@@ -241,7 +241,10 @@ class StepLoop:
         progress.fenced_s += self._saving().before_update()
 
     def unequal(self, flag: bool, number: int) -> bool:
-        """Is `flag` set on any rank, or is `number`, of 63 bits, not the same on all? Collective."""
+        """Is `flag` set on any rank, or is `number`, of 63 bits, not the same on all? Stages of a pipeline may have
+        parameter groups of their own, and so other numbers. Collective."""
+        if self._scope.spec.pp > 1:
+            number = 0
         with self._scope.translating():
             (flagged,), (differs,) = self._saving().agreement.any_and_unequal([flag], [number])
         return flagged or differs
