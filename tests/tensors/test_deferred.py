@@ -162,6 +162,19 @@ class Replacing(Model):
         self.layers["1"].up.bias = nn.Parameter(torch.ones(8))
 
 
+class Again(Model):
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        super().init_weights(buffer_device)
+        self.layers["1"].up.bias.add_(1.0)
+
+
+def test_what_another_stage_has_is_not_come_back_to(world: Any) -> None:
+    """Of which no rank here has the value. What a rank has is gathered."""
+    world(0, 2)
+    with pytest.raises(UsageError, match=r"comes back to a parameter after others, and another stage has it"):
+        sharded(built(True, Again), 1, 1, 2)
+
+
 def test_what_cannot_be_given_values_is_refused_by_name(world: Any) -> None:
     world(0, 2)
     with torch.device("meta"):

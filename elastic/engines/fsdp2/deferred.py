@@ -74,19 +74,12 @@ def give_values(
     where it leaves a parameter out, or makes another one, by name.
 
     Collective where the run `begins`; else a restore follows, for which other ranks may have a model already."""
-    seed = torch.tensor([torch.initial_seed()], dtype=torch.uint64).view(torch.int64).to(device)
-    if begins:
-        dist.broadcast(seed, src=0)
+    seed = _seed(device, begins)
     shards = {name: shard for name, shard in named_parameters(model) if isinstance(shard, DTensor)}
     own = {name: _Plain(shard, shard, meshes, device, begins) for name, shard in shards.items()}
     plain = {id(one.shard): one for one in own.values()}
     with nullcontext() if others is None else others.present():
-        places = [
-            (module, name, parameter)
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
+        places = _places(model)
         for _, _, parameter in places:
             if id(parameter) not in plain:
                 assert others is not None
@@ -96,7 +89,7 @@ def give_values(
         for module, name, parameter in places:
             module._parameters[name] = plain[id(parameter)].parameter
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), _Watch(plain.values()):
-            torch.manual_seed(int(seed.view(torch.uint64)))
+            torch.manual_seed(seed)
             _call(model.init_weights, device)
         for module, name, parameter in places:
             one = plain[id(parameter)]
@@ -109,6 +102,24 @@ def give_values(
             f"{type(model).__name__} is on the meta device, and its init_weights() gives no values to parameter "
             f"{left!r} where it is; let it write into it (torch.nn.init), or build the model on the CPU or its device"
         )
+
+
+def _seed(device: torch.device, of_first: bool) -> int:
+    """This rank's, or rank 0's, which is collective."""
+    seed = torch.tensor([torch.initial_seed()], dtype=torch.uint64).view(torch.int64).to(device)
+    if of_first:
+        dist.broadcast(seed, src=0)
+    return int(seed.cpu().view(torch.uint64))
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Where each parameter is."""
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _call(init: Any, device: torch.device) -> None:
