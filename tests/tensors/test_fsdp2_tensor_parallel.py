@@ -333,14 +333,15 @@ def test_projections_in_one_matrix_are_not_cut_across() -> None:
         assert read_plan({name: WHOLE_OUTPUT}, model, 2)
 
 
-def test_projections_in_one_matrix_are_cut_between_groups_of_heads() -> None:
-    """As torchtitan's FusedQKVLinear has them: two queries, a key and a value together, for each of six."""
+@pytest.mark.parametrize(("name", "rows"), [("wqkv", 6 * 4 * 2), ("wk", 6 * 2)])
+def test_torchtitans_projections_are_cut_between_heads(name: str, rows: int) -> None:
+    """Six of keys, of two rows each; in one matrix two of queries, a key and a value are together for each of them."""
     model: Any = Model()
-    model.attention = nn.ModuleDict({"wqkv": nn.Linear(16, 6 * 4 * 2)})
-    model.attention.heads_per_kv, model.attention.r_dim, model.attention.head_dim = 2, 4, 2
-    plan = {"attention.wqkv": ColwiseParallel()}
+    model.attention = nn.ModuleDict({name: nn.Linear(16, rows)})
+    model.attention.r_dim, model.attention.head_dim = 4, 2
+    plan = {f"attention.{name}": ColwiseParallel()}
     assert read_plan(plan, model, 2, 3)
-    with pytest.raises(UsageError, match=r"'attention\.wqkv' has 6 groups of heads, which 4 workers cannot share"):
+    with pytest.raises(UsageError, match=rf"'attention\.{name}' has 6 heads, which 4 workers cannot share evenly"):
         read_plan(plan, model, 2, 4)
 
 

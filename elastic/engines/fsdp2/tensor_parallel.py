@@ -28,7 +28,7 @@ from elastic.core.sharding.cuts import Cut
 from elastic.engines.fsdp2.meshes import cut_of
 from elastic.engines.model.cuts import Cuts, Whole
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, plain
-from elastic.engines.model.shared_layers import groups_of, is_fused, refuse_split_heads, refuse_transposed
+from elastic.engines.model.shared_layers import heads_of, is_fused, refuse_split_heads, refuse_transposed
 
 # Module names and what is done with them, in the order in which it is.
 Plan = tuple[tuple[str, ParallelStyle], ...]
@@ -186,8 +186,7 @@ def _style(style: Any, name: str, modules: Mapping[str, nn.Module]) -> ParallelS
             f"tp_plan: {name!r} has a {type(style).__name__}, which is neither a style of "
             "torch.distributed.tensor.parallel nor a name"
         )
-    holder = modules.get(name.rpartition(".")[0])
-    if _is_cut(style) and is_fused(name) and groups_of(holder, modules[name]) is None:
+    if _is_cut(style) and is_fused(name) and heads_of(name, modules) is None:
         raise UsageError(
             f"tp_plan: {name!r} holds several projections, and a rank would have the rows of one and not of another: "
             "make each a module of its own, or gather its output (output_layouts=Replicate())"

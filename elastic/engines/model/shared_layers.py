@@ -10,6 +10,8 @@ from elastic.core.mesh import described
 from elastic.engines.model.plain_names import named_modules
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     # What is refused is known to the command line, which loads no torch.
     import torch
 
@@ -22,14 +24,17 @@ def is_fused(name: str) -> bool:
     return _FUSED.fullmatch(name.rpartition(".")[2]) is not None
 
 
-def groups_of(holder: Any, matrix: Any) -> int | None:
-    """How many groups of heads a `matrix` of several projections has, one after another, each with its queries, key and
-    value, so that ranks can have some of the groups. `holder`: the module that it is in. None where that does not say
-    so, as torchtitan's FusedQKVLinear does: `r_dim` heads in a group, of `head_dim` rows each."""
-    heads, rows = getattr(holder, "r_dim", None), getattr(holder, "head_dim", None)
-    if not (isinstance(heads, int) and isinstance(rows, int) and hasattr(holder, "heads_per_kv")):
+def heads_of(name: str, modules: Mapping[str, Any]) -> int | None:
+    """How many heads the rows of a matrix are by the module around it, where that has torchtitan's names: `head_dim`
+    rows each of `wq`, `wk` and `wv`; of one that holds all three `r_dim` times as many, a group of heads with its
+    queries, key and value, so that ranks can have some of the groups. None where nothing says it."""
+    above, _, last = name.rpartition(".")
+    rows, holder = getattr(modules[name], "weight", None), modules.get(above)
+    together = getattr(holder, "r_dim", None) if is_fused(name) else {"wq": 1, "wk": 1, "wv": 1}.get(last)
+    size = getattr(holder, "head_dim", None)
+    if rows is None or not isinstance(together, int) or not isinstance(size, int):
         return None
-    return int(matrix.weight.shape[0]) // (heads * rows)
+    return int(rows.shape[0]) // (together * size)
 
 
 def refuse_transposed(model: torch.nn.Module, tp: int) -> None:
@@ -52,25 +57,17 @@ def _is_conv1d(module: Any) -> bool:
 
 
 def refuse_split_heads(model: torch.nn.Module, name: str, tp: int) -> None:
-    """Raises UsageError where ranks would have parts of heads: `name` is a projection that is cut evenly by rows.
-
-    Where it holds several projections by groups of heads, ranks would have parts of groups."""
+    """Raises UsageError where ranks would have parts of heads: `name` is a projection that is cut evenly by rows."""
     config = _of_text(getattr(model, "config", None))
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
-    above, _, last = name.rpartition(".")
-    count = {"q_proj": heads, "k_proj": groups, "v_proj": groups}.get(last)
+    count = {"q_proj": heads, "k_proj": groups, "v_proj": groups}.get(name.rpartition(".")[2])
+    if count is None:
+        count = heads_of(name, dict(named_modules(model)))
     if isinstance(count, int) and count % tp:
         raise UsageError(
             f"{described(1, tp)}: {name!r} has {count} heads, which {tp} workers cannot share evenly; use a tp that "
-            "divides the numbers of heads (num_attention_heads, num_key_value_heads)"
-        )
-    modules = dict(named_modules(model))
-    together = groups_of(modules.get(above), modules[name]) if is_fused(name) else None
-    if together is not None and together % tp:
-        raise UsageError(
-            f"{described(1, tp)}: {name!r} has {together} groups of heads, which {tp} workers cannot share evenly; use "
-            "a tp that divides the number of heads of keys and values"
+            "divides the numbers of heads (num_attention_heads, num_key_value_heads; n_heads, n_kv_heads)"
         )
 
 
