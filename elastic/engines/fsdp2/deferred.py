@@ -148,7 +148,7 @@ class _Plain:
                     "stage has it (mesh.pp); let it finish with each, or build the model on the CPU"
                 )
             if self.given and self._begins:
-                self.parameter.copy_(self.shard.full_tensor())
+                self.parameter.copy_(self.shard.to(self.parameter.device).full_tensor())
         self.given = True
 
     @torch.no_grad()
