@@ -30,6 +30,15 @@ MOVED: Sequence[Part] = (((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None))
 WHOLE: Sequence[Part] = (((0,), None),)
 
 
+def offloaded(*stages: int) -> list[dict[str, Any]]:
+    """DeepSpeed with what the stage keeps in host memory, and torch's optimizer."""
+    host, own = {"device": "cpu"}, {"zero_force_ds_cpu_optimizer": False}
+    both = {"offload_optimizer": host, "offload_param": host}
+    return [
+        {"stage": stage, "zero": both if stage == 3 else {"offload_optimizer": host}, "top": own} for stage in stages
+    ]
+
+
 class Run:
     """What is compared: the newest checkpoint, with slices put together, and the loss of every step."""
 

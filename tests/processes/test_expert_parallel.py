@@ -80,6 +80,7 @@ CASES = [
         {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}, "top": {"zero_force_ds_cpu_optimizer": False}},
         id="stage2-offload",
     ),
+    *(pytest.param(each, id=f"stage{each['stage']}-offload", marks=pytest.mark.slow) for each in cells.offloaded(1, 3)),
     pytest.param({"stage": 1, "named optimizer": True}, id="stage1-optimizer-of-the-configuration"),
     pytest.param({**UNCLIPPED, "dropout": 0.2}, id="stage0-dropout"),
     pytest.param({**UNCLIPPED, "stages": (0, 2, 0)}, id="stages-0-2-0"),

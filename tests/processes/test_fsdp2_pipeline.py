@@ -72,6 +72,7 @@ def through_stages(
         pytest.param({"tied": True, "dropout": 0.2}, id="1f1b-tied-dropout"),
         pytest.param({"tied": True, "fsdp2": {"micro_batch": 4}}, id="micro-batches of 4, 4 and 2", marks=SLOW),
         pytest.param({"fsdp2": {"reshard_after_forward": False, "shard": []}}, id="all at once", marks=SLOW),
+        pytest.param({"tied": True, "fsdp2": {"cpu_offload": True}}, id="offload", marks=SLOW),
     ],
 )
 def test_stages_that_change_equal_one_rank_with_all_layers(crew: Crew, tmp_path: Path, way: dict[str, Any]) -> None:

@@ -40,6 +40,10 @@ CASES = [
     pytest.param({"stage": 1, "clipping": CLIPPING}, id="stage1", marks=pytest.mark.slow),
     pytest.param({"stage": 1, "clipping": CLIPPING, "tied": True, "dropout": 0.2}, id="stage1-tied-dropout"),
     pytest.param({"stage": 0, "clipping": 0.0, "tied": True}, id="stage0-tied"),
+    *(
+        pytest.param({**each, "clipping": CLIPPING}, id="stage1-offload", marks=pytest.mark.slow)
+        for each in cells.offloaded(1)
+    ),
 ]
 
 

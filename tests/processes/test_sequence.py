@@ -24,6 +24,10 @@ ENGINES = [
     *(pytest.param({"stage": stage}, id=f"stage{stage}") for stage in (0, 1, 2, 3)),
     pytest.param({"stage": 1, "in_loop": True}, id="stage1-in-loop"),
     pytest.param({"stage": 3, "in_loop": True}, id="stage3-in-loop"),
+    *(
+        pytest.param(each, id=f"stage{each['stage']}-offload", marks=pytest.mark.slow)
+        for each in cells.offloaded(1, 2, 3)
+    ),
     pytest.param({"engine": "fsdp2"}, id="fsdp2"),
     pytest.param({"engine": "fsdp2", "in_loop": True}, id="fsdp2-in-loop"),
 ]

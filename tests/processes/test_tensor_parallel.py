@@ -47,6 +47,10 @@ CASES = [
     # No layer's slices have dropout in them: it is drawn alike on all ranks of a cell.
     pytest.param({"stage": 1, "dropout": 0.2}, id="stage1-dropout"),
     pytest.param({"stage": 3, "dropout": 0.2}, id="stage3-dropout"),
+    *(
+        pytest.param(each, id=f"stage{each['stage']}-offload", marks=pytest.mark.slow)
+        for each in cells.offloaded(1, 2, 3)
+    ),
     pytest.param({"engine": "fsdp2"}, id="fsdp2"),
     pytest.param({"engine": "fsdp2", "dropout": 0.2, "in_loop": True}, id="fsdp2-dropout-in-loop"),
 ]
