@@ -295,6 +295,9 @@ class ElasticEngine:
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""
+        progress = self._steps.progress
+        if self._engine is not None and progress is not None and progress.next_batch > 0 and not progress.complete:
+            self._rates.left(progress.step + 1, rates_of(self._engine.native.optimizer))
         self._engine = self._watch = self._audit = self._share = None
         self._measures.close()
         self._steps.close()

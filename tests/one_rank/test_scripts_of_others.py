@@ -305,3 +305,42 @@ def test_a_rate_by_a_counter_of_its_own_leaves_the_loop(
     assert (result.kind, result.step) == (("collective_failed", 5) if own else ("finished", 8)), result.traceback
     said = [record.message for record in caplog.records if "called again: it sets learning rates" in record.message]
     assert len(said) == own
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rate_that_is_set_where_a_step_begins(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The step is lost at its second micro-batch and begun again: there the loop sets nothing. Seen: it was made with
+    the restored rate, that of the step before. `late`: set before the update, it is right, and the loop stays."""
+    rates: list[float] = []
+
+    def train() -> None:
+        import elastic
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=optimizer,
+            training_data=[torch.ones(4)] * 48,
+            config={"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2},
+        )
+        begins = True
+        for x in loader:
+            step, last = elastic.get_context().step, engine.is_gradient_accumulation_boundary()
+            if begins if not late else last:
+                optimizer.param_groups[0]["lr"] = 1.0 / (1 + step)
+            if begins:
+                saved(runners[-1])
+            elif step == 5 and len(runners) == 1:
+                lose_a_peer(runners[0])
+            engine.backward(engine(x).mean())
+            engine.step()
+            if begins := last:
+                rates.append(optimizer.param_groups[0]["lr"])
+
+    runners, run = in_its_loop(train, tmp_path, resumes_at=5)
+    result = run()
+    assert (result.kind, result.step) == (("finished", 8) if late else ("collective_failed", 5)), result.traceback
+    said = [record.message for record in caplog.records if "called again: it sets learning rates" in record.message]
+    assert len(said) == (not late)
+    assert rates == pytest.approx([1.0 / (1 + step) for step in range(len(rates))])

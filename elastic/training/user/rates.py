@@ -49,6 +49,12 @@ class Rates:
         self._made: dict[int, tuple[float, ...]] = {}
         self._said = False
         self._restored: tuple[float, ...] | None = None
+        # The step that a generation has ended in, and what its rates were then.
+        self._left: tuple[int, tuple[float, ...]] | None = None
+
+    def left(self, step: int, rates: tuple[float, ...]) -> None:
+        """The generation ends in `step`, of which the loop has had a batch."""
+        self._left = (step, rates)
 
     def restored(self, rates: tuple[float, ...] | None) -> None:
         """Those that the optimizer has with its restored state; None where nothing was restored."""
@@ -66,14 +72,18 @@ class Rates:
         `unequal` is given: is a flag set on any rank, or does a number differ?
 
         Raises CollectiveFailed from RatesApart then, on all ranks, where ranks have different rates, or one of them
-        would repeat `step` with others; for a later step this warns, once. Where a first step would be made with the
-        rates of the run's `first` one, set by the loop since the restored ones are others, warns after a resume, which
-        may begin a schedule anew; else UsageError.
+        would repeat `step` with others, or with the restored ones where the loop had set others; for a later step this
+        warns, once. Where a first step would be made with the rates of the run's `first` one, set by the loop since the
+        restored ones are others, warns after a resume, which may begin a schedule anew; else UsageError.
         """
         restored, self._restored = self._restored, None
         before = self._made.get(step, now)
         ahead = len(before) == len(now) and not _same(before, now)
+        left, self._left = self._left, None
         if restored is not None:
+            # Set where the step began, and not again for the rest of it: the restored rate is that of the step before.
+            stale = left is not None and left[0] == step and not _same(left[1], restored) and _same(now, restored)
+            ahead = ahead or stale
             number = xxhash.xxh3_64_intdigest(repr(now).encode()) >> 1
             if unequal is not None and unequal(ahead, number):
                 apart = RatesApart(
