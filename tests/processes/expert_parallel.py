@@ -24,6 +24,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model.model.layers[0].mlp.experts.down_proj.requires_grad_(not config.get("frozen", False))
     if config.get("unchosen"):
         leave_unchosen(model)
+    for layer in model.model.layers if config.get("compiled") else ():
+        layer.compile(backend="aot_eager")
     native = trainings.deepspeed_config(config)
     native["expert_parallel"] = {**AUTOEP, **config.get("expert_parallel", {})}
     if config.get("layers"):

@@ -81,6 +81,10 @@ CASES = [
         id="stage2-offload",
     ),
     *(pytest.param(each, id=f"stage{each['stage']}-offload", marks=pytest.mark.slow) for each in cells.offloaded(1, 3)),
+    *(
+        pytest.param({"stage": stage, "compiled": True}, id=f"stage{stage}-compiled", marks=pytest.mark.slow)
+        for stage in (1, 2, 3)
+    ),
     pytest.param({"stage": 1, "named optimizer": True}, id="stage1-optimizer-of-the-configuration"),
     pytest.param({**UNCLIPPED, "dropout": 0.2}, id="stage0-dropout"),
     pytest.param({**UNCLIPPED, "stages": (0, 2, 0)}, id="stages-0-2-0"),

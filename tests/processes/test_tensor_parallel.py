@@ -51,6 +51,10 @@ CASES = [
         pytest.param(each, id=f"stage{each['stage']}-offload", marks=pytest.mark.slow)
         for each in cells.offloaded(1, 2, 3)
     ),
+    *(
+        pytest.param({"stage": stage, "compiled": True}, id=f"stage{stage}-compiled", marks=pytest.mark.slow)
+        for stage in (0, 1, 2, 3)
+    ),
     pytest.param({"engine": "fsdp2"}, id="fsdp2"),
     pytest.param({"engine": "fsdp2", "dropout": 0.2, "in_loop": True}, id="fsdp2-dropout-in-loop"),
 ]

@@ -21,7 +21,8 @@ from elastic.engines.deepspeed.state.gradient_sums import gradient_sums, release
 from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong_numbers
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
-from elastic.engines.deepspeed.teardown import hollow_out, release_engine
+from elastic.engines.deepspeed.teardown import forget_graphs, hollow_out, release_engine
+from elastic.engines.flop_count import compiles
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 from elastic.engines.model.cuts import Cuts
@@ -196,8 +197,11 @@ class DeepSpeedAdapter:
     def close(self) -> None:
         native, self.native, self._belongings = self.native, None, None
         if native is not None:
+            replaced = native.autotp_size() > 1 or native.has_moe_layers
             release(native)
             release_engine(native)
+            if replaced and compiles():
+                forget_graphs()
         # Before the groups are destroyed: DeepSpeed does so through the object that the proxy stands in for.
         self._counted.remove()
         self.ledger.close()

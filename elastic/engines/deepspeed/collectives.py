@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from elastic.comm.collective_ledger import CollectiveLedger
 
@@ -40,16 +42,21 @@ class CountedBackend:
 
 
 class _Counted:
-    """DeepSpeed's communication backend with its collectives counted."""
+    """DeepSpeed's communication backend with its collectives counted. Compiled code calls them between two graphs."""
 
     def __init__(self, backend: Any, ledger: CollectiveLedger) -> None:
         self._backend = backend
         for name in _COLLECTIVES:
             if hasattr(backend, name):
-                setattr(self, name, ledger.timed(name, getattr(backend, name)))
+                setattr(self, name, _between_graphs(ledger.timed(name, getattr(backend, name))))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+
+def _between_graphs(call: Callable[..., Any]) -> Any:
+    # torch's types do not know it.
+    return torch.compiler.disable(call, reason="collectives are counted")  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ per cycle); with both cleared nothing remains.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 from typing import Any
@@ -70,6 +71,16 @@ def clear_stage3_globals() -> None:
         for found in (value, *(cell.cell_contents for cell in cells)):
             if isinstance(found, functools._lru_cache_wrapper):
                 found.cache_clear()
+
+
+def forget_graphs() -> None:
+    """Drop what torch.compile has made of layers that DeepSpeed has given groups. Graphs that have one as a value
+    outlive torch's reset: they are cut off from it."""
+    torch._dynamo.reset()
+    gc.collect()
+    for held in gc.get_objects():
+        if type(held) is torch.fx.Node and isinstance(held.meta.get("example_value"), dist.ProcessGroup):
+            del held.meta["example_value"]
 
 
 def destroy_groups() -> None:
