@@ -59,7 +59,7 @@ class _Watched(Context):
     """Calls `_asked` when a rank is read of it."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("rank", "coordinates"):
+        if name == "rank":
             object.__getattribute__(self, "_asked")()
         return object.__getattribute__(self, name)
 
