@@ -101,14 +101,23 @@ def drifted_replicas_are_refused(rank: int, folder: Path) -> None:
 
 def small_parameters_are_gathered(rank: int, folder: Path) -> None:
     """In bundles of any size they are bit for bit what DeepSpeed gathers one by one, padding left out."""
-    from elastic.engines.deepspeed.state.stage3 import gather
+    from elastic.engines.deepspeed.state.stage3 import gather, gather_in_bundles
 
-    join(folder, "gathered", rank, 3)
     # Of 1, 3, 5, 7 and 77 elements over three ranks; the layers' weights stay parts.
     setup = Setup(3, zero={"stage3_param_persistence_threshold": 20})
+    join(folder, "gathered", rank, 3)
     engine = make_engine(setup, 3, seed=1)
     train_step(engine, 0)
+    plain, one_by_one = _with_its_gathers(engine)
+    leave(engine)
+    join(folder, "gathered-in-bundles", rank, 3)
+    engine = make_engine(setup, 3, seed=1)
+    gather_in_bundles(engine.optimizer)
+    train_step(engine, 0)
+    bundled, together = _with_its_gathers(engine)
     optimizer = engine.optimizer
+    assert bundled == plain
+    assert one_by_one - together == len(optimizer.persistent_parameters) - 1, "one for all of them after a step"
     small, everything = optimizer.persistent_parameters, list(engine.module.parameters())
     assert 10 < len(small) < len(everything)
     for chosen in (small, everything):
@@ -124,8 +133,25 @@ def small_parameters_are_gathered(rank: int, folder: Path) -> None:
             assert len({parameter.data_ptr() for parameter in chosen}) == len(chosen)
     optimizer.checkpoint_event_prologue()
     gather(small)
-    train_step(engine, 1)
+    train_step(engine, 2)
     leave(engine)
+
+
+def _with_its_gathers(engine: Any) -> tuple[Any, int]:
+    """The second step's loss, and in how many collectives parameters were made whole for it and after it."""
+    from deepspeed import comm
+
+    original, calls = comm.all_gather_into_tensor, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    comm.all_gather_into_tensor = counted
+    try:
+        return train_step(engine, 1), len(calls)
+    finally:
+        comm.all_gather_into_tensor = original
 
 
 def _raised(kind: type[Exception], call: Any, *arguments: Any) -> str:

@@ -33,6 +33,7 @@ from elastic.engines.deepspeed.pipeline import config as pipeline
 from elastic.engines.deepspeed.pipeline.adapter import PipelineAdapter
 from elastic.engines.deepspeed.pipeline.module import is_pipeline, require_carriable
 from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
+from elastic.engines.deepspeed.state.stage3 import gather_in_bundles
 
 
 class DeepSpeed:
@@ -138,8 +139,11 @@ class DeepSpeed:
             raise
         if form.layered:
             prepare(native, form.shared)
-        if form.ep and form.tp > 1 and native.zero_optimization_stage() < 3:
+        stage3 = native.zero_optimization_stage() == 3
+        if form.ep and form.tp > 1 and not stage3:
             count_in_norm(native.optimizer)
+        if stage3:
+            gather_in_bundles(native.optimizer)
         belongings.built(native)
         forget_powers(native.basic_optimizer)
         engine.count_collectives()

@@ -124,11 +124,27 @@ class Stage3State(ZeroState):
         return self.first_element(parameter) + start, max(0, min(part, numel - start))
 
 
+def gather_in_bundles(wrapper: Any) -> None:
+    """What DeepSpeed gathers after each step, the small parameters that stay whole, is gathered by `gather` from now
+    on."""
+    small: list[Any] = wrapper.persistent_parameters
+    if not small:
+        return
+    one_by_one = small[0].all_gather
+
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        if param_list is small and not async_op:
+            return gather(small)
+        return one_by_one(param_list, async_op, hierarchy)
+
+    small[0].all_gather = all_gather
+
+
 def gather(parameters: Iterable[Any], numel: int = 1 << 24) -> None:
     """Make partitioned parameters whole. Collective; a collective gathers up to `numel` elements, or one parameter.
 
     The same as DeepSpeed's `parameter.all_gather(parameters)`, which makes a collective of each: fifty of some
-    kilobytes take as long as all the rest of a restore where ranks share processors.
+    kilobytes take as long as all the rest of a restore, and a quarter of a step, where ranks share processors.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
