@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -29,18 +29,16 @@ def train(config: dict[str, Any]) -> None:
 def _experts(wrong: Callable[[int, int, int], int]) -> Iterator[None]:
     """`wrong(first, share, whole)`: another first element of the rank's experts."""
     from elastic.engines.deepspeed.experts import placement
-    from elastic.engines.deepspeed.state import partitioned, replicated, stage3
+    from elastic.engines.deepspeed.state.zero import ZeroState
 
-    def first(parameter: Any) -> int:
+    def first(_: Any, parameter: Any) -> int:
         found, shape = placement.first_element(parameter), placement.whole_shape(parameter)
         if shape is None:
             return found
         share = int(getattr(parameter, "ds_numel", parameter.numel()))
         return wrong(found, share, _numel(shape))
 
-    with ExitStack() as patched:
-        for module in (partitioned, replicated, stage3):
-            patched.enter_context(mock.patch.object(module, "first_element", first))
+    with mock.patch.object(ZeroState, "first_element", first):
         yield
 
 
