@@ -64,7 +64,13 @@ def shard_model(
         deferred.begin(model, device)
     elif not again:
         prepare(model, None if options["cpu_offload"] else device)
-    broadcast(model.parameters() if begins and not again and not absent else (), device)
+    # Of rank 0, whose buffers have values later then.
+    late = torch.tensor([float(absent)], device=device)
+    broadcast([late], device)
+    if not late:
+        # Before anything is sharded: where a peer is lost in it, the model can be given back once more.
+        broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
+    received = [buffer.clone() for buffer in model.buffers()]
     layers = layers or {}
     meshes = make_meshes(device, cell, None, options["shard_workers"], grid if layers else None)
     if meshes.tp is not None:
@@ -76,7 +82,11 @@ def shard_model(
         adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
     if absent:
         deferred.give_values(model, meshes, device, begins)
-    broadcast(model.buffers(), device)
+    if late:
+        broadcast(model.buffers(), device)
+    elif absent:
+        for buffer, value in zip(model.buffers(), received, strict=True):
+            buffer.data.copy_(value)
     return meshes
 
 
