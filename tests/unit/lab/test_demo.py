@@ -22,7 +22,7 @@ def test_a_demo_that_is_ended_ends_its_run(tmp_path: Path, how: signal.Signals) 
     # In the place of the command line.
     told = f"import os, signal\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\nwhile True: signal.pause()\n"
     (tmp_path / "elastic_jobs" / "cli.py").write_text(told)
-    # A shell's background jobs are told to ignore the latter.
+    # A shell has its background jobs ignore SIGINT.
     begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     script = f"{begin}; import demo, pathlib; demo.run(pathlib.Path({str(tmp_path)!r}), 'run')"
     path = os.pathsep.join([str(tmp_path), str(ROOT / "examples"), str(ROOT)])
