@@ -9,6 +9,7 @@ reports are made when it is closed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from elastic.training.result import BadStep
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase, Stop
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -142,6 +145,8 @@ class StepLoop:
         self.ended_by_epochs = False
         self._repeated = repeated
         self._save_asked = False
+        # By a function that has returned, here or elsewhere.
+        self._ended = False
         self._open_step: FinishedStep | None = None
 
     @property
@@ -164,13 +169,14 @@ class StepLoop:
 
     @property
     def over(self) -> bool:
-        return self.plan.over(self._scope.step)
+        return self._ended or self.plan.over(self._scope.step)
 
     def advance(self, epoch: int | None = None) -> bool:
         """Get ready for the next micro-batch; closes the last step where it is complete, and begins the next.
 
-        False where the run is over, its last step being saved then (not yet where `ended_by_epochs`), or where the next
-        step is not of `epoch`: what the user's code does between two epochs belongs to the last step of the first.
+        False where the run is over, its last step being saved then (not yet where `ended_by_epochs`), where the
+        function has returned on another rank, or where the next step is not of `epoch`: what the user's code does
+        between two epochs belongs to the last step of the first.
         Raises GenerationEnded where the generation ends here, and UsageError where the last micro-batch was not
         finished.
         """
@@ -182,6 +188,9 @@ class StepLoop:
             if not self._goes_on(epoch):
                 return False
             self._close_step()
+            if self._returned_anywhere(False):
+                self._save_last()
+                return False
             if self._before_first is not None:
                 before_first, self._before_first = self._before_first, None
                 before_first()
@@ -203,9 +212,7 @@ class StepLoop:
             self._scope.check()
             self._close_step()
             self._boundary()
-            self._save()
-            self.finished = True
-            self._scope.coordinator.moved(over=True)
+            self._save_last()
 
     def require_between_batches(self) -> None:
         if self.progress is not None and not self._scope.broken:
@@ -313,6 +320,7 @@ class StepLoop:
             self.finish()
         else:
             self._close_step()
+            self._returned_anywhere(True)
             self._save()
             self.finished = not self.plan.bounded
         return self.finished
@@ -366,6 +374,31 @@ class StepLoop:
         if stop is not None:
             self._save(durable=stop is not Stop.MEMORY)
             self._scope.end_as_planned(last=stop is Stop.LAST)
+
+    def _returned_anywhere(self, here: bool) -> bool:
+        """Ends the run for all where the function has returned on one rank, `here` or elsewhere. Collective.
+
+        Only where nothing else ends it, and a counter of the function's own may differ: ranks have begun it in
+        different generations, or have repeated different steps. Epochs of a stream end together, and islands go apart.
+        """
+        goes_apart = type(self._shares) is not Shares
+        if self.plan.bounded or self._course is not None or self._scope.spec.generation == 1 or goes_apart:
+            return False
+        with self._scope.translating():
+            (self._ended,), (differs,) = self._saving().agreement.any_and_unequal([here], [here])
+        if differs and self._scope.spec.rank == 0:
+            logger.warning(
+                "the training function has returned on some workers after step %d and not on others: it counts steps "
+                "by itself, and the run ends here for all. Give the job max_steps, or count by "
+                "elastic.get_context().step",
+                self._scope.step,
+            )
+        return self._ended
+
+    def _save_last(self) -> None:
+        self._save()
+        self.finished = True
+        self._scope.coordinator.moved(over=True)
 
     def _save(self, durable: bool = True) -> None:
         """Save the step just finished, unless it was saved already; to storage if `durable`."""

@@ -211,3 +211,17 @@ def test_hundreds_of_generations_leak_nothing(crew: Crew, tmp_path: Path, engine
 def _assert_ended(outcomes: list[Outcome], kind: str, step: int) -> None:
     for outcome in outcomes:
         assert (outcome.result.kind, outcome.result.step) == (kind, step), outcome.result.traceback
+
+
+@pytest.mark.parametrize(("by", "steps"), [("next", 6), ("next", 8), ("for", 6)], ids=["next", "at-an-epoch", "for"])
+def test_functions_that_count_steps_by_themselves_end_together(crew: Crew, tmp_path: Path, by: str, steps: int) -> None:
+    """The counter of a worker that joins begins later. Seen: its next collective met the last save of the others."""
+    config = {"url": str(tmp_path), "by": by, "steps": steps, "in_loop": True}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "checkpoint_every_steps": 1}
+    crew.run([0, 1], "ends_by_itself", config, end_at=3, **more)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    for outcome in crew.run([0, 1, 2], "ends_by_itself", config, checkpoint=newest.id, **more):
+        ended = (outcome.result.kind, outcome.result.step, outcome.result.completed)
+        assert ended == ("finished", steps, True), outcome.result.traceback
+        assert [report.step for report in outcome.reports] == list(range(4, steps + 1))
+    assert CheckpointStore(str(tmp_path), "run").list()[0].step == steps

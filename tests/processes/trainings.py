@@ -663,6 +663,19 @@ def counts_batches(config: dict[str, Any]) -> None:
             one_pass(engine, next(batches))
 
 
+def ends_by_itself(config: dict[str, Any]) -> None:
+    """Steps by a variable of this function, which begins with 0; batches by `next`, or in a loop that is left."""
+    _, _, engine, loader = _without_schedule()
+    counter, batches = 0, (batch for _ in elastic.epochs() for batch in loader)
+    while counter < config["steps"]:
+        for batch in [next(batches)] if config["by"] == "next" else loader:
+            last = engine.is_gradient_accumulation_boundary()
+            one_pass(engine, batch)
+            counter += last
+            if last and counter == config["steps"]:
+                break
+
+
 def by_deepspeeds_adam(config: dict[str, Any]) -> None:
     """DeepSpeed's own Adam, in stage 0, where every rank updates all weights."""
     adam = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.999]}}

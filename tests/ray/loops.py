@@ -306,6 +306,17 @@ def returns_early(config: dict[str, Any]) -> None:
             return
 
 
+def counts_by_itself(config: dict[str, Any]) -> None:
+    """`stop_after` steps by a variable of this function, which begins with 0 on a worker that joins."""
+    engine, loader, _ = build(config)
+    counter, batches = 0, (batch for _ in elastic.epochs() for batch in loader)
+    while counter < config["stop_after"]:
+        x, y = next(batches)
+        counter += engine.is_gradient_accumulation_boundary()
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+
+
 def restores_slowly(config: dict[str, Any]) -> None:
     """Storage is slow from the second generation on: `part_s` for every few bytes of a shard."""
     if elastic.get_context().generation > 1:

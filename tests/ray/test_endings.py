@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from elastic_cluster import LocalCluster
-from harness import Run, something_in_the_way, wait_until
+from harness import Run, four_three_two_four, something_in_the_way, wait_until
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.names import CheckpointRef, parse_checkpoint_id
@@ -69,6 +69,21 @@ def test_runs_side_by_side_each_end_for_their_own_reason(cluster: LocalCluster, 
     assert waiting == "after 1 s still waiting for 1 more worker: 0 of at least 1 ready, 0 starting, 1 slot pending"
     assert not lacking or lacking.startswith("a worker wants GPU: 1, which no node has")
     assert "_group_" not in lacking
+
+
+def test_a_run_whose_functions_count_by_themselves_ends_once(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Neither max_steps nor epochs, 4 to 3 to 2 to 4 workers; the counters of those that join begin later."""
+    config = {"stop_after": 26}
+    run = Run(cluster, tmp_path, "loops:counts_by_itself", epochs=None, memory={"every_steps": 1}, config=config)
+    four_three_two_four(run)
+    # Counters are ahead by the steps that were abandoned or repeated.
+    repeated = sum(incident["steps_repeated"] + 1 for incident in run.incidents() if incident["lost_nodes"])
+    last = max(run.steps())
+    assert 26 - repeated <= last <= 26
+    assert sorted(run.steps()) == list(range(1, last + 1))
+    assert CheckpointStore(run.url, "run").list()[0].step == last
+    assert [incident["kind"] for incident in run.incidents()][:2] == ["node-lost"] * 2
+    assert {incident["kind"] for incident in run.incidents()[2:]} == {"resize"}
 
 
 def test_a_stopped_run_goes_on_from_the_newest_checkpoint_that_is_good(cluster: LocalCluster, tmp_path: Path) -> None:

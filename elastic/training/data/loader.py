@@ -266,7 +266,7 @@ def elapsing_epochs(loader: ElasticLoader, count: int | None = None) -> Iterator
             # A worker that joins begins in this epoch, too: what came after its steps is done by all.
             loader.on_its_own()
             loader.step_loop.require_between_batches()
-            if loader.given == before:
+            if loader.given == before and not loader.step_loop.over:
                 raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
     finally:
         loader.ended_by_epochs = False
