@@ -26,17 +26,20 @@ def train(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _experts(wrong: Callable[[int, int, int], int]) -> Iterator[None]:
-    """`wrong(first, share, whole)`: another first element of the rank's experts."""
+def _experts(wrong: Callable[[int, int, int, int], int]) -> Iterator[None]:
+    """`wrong(first, share, whole, number)`: another first element of the rank's experts within its lane's; it has the
+    `number`-th block of all lanes'."""
     from elastic.engines.deepspeed.experts import placement
     from elastic.engines.deepspeed.state.zero import ZeroState
 
-    def first(_: Any, parameter: Any) -> int:
-        found, shape = placement.first_element(parameter), placement.whole_shape(parameter)
+    original = ZeroState.first_element
+
+    def first(state: Any, parameter: Any) -> int:
+        found, shape = original(state, parameter), placement.whole_shape(parameter, state.lanes)
         if shape is None:
             return found
         share = int(getattr(parameter, "ds_numel", parameter.numel()))
-        return wrong(found, share, _numel(shape))
+        return wrong(found, share, _numel(shape), placement.first_element(parameter) // share)
 
     with mock.patch.object(ZeroState, "first_element", first):
         yield
@@ -50,11 +53,21 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def experts_of_the_next_rank() -> AbstractContextManager[None]:
-    return _experts(lambda first, share, whole: (first + share) % whole)
+    return _experts(lambda first, share, whole, _: (first + share) % whole)
 
 
 def experts_in_reverse() -> AbstractContextManager[None]:
-    return _experts(lambda first, share, whole: whole - first - share)
+    return _experts(lambda first, share, whole, _: whole - first - share)
+
+
+def experts_counted_over_lanes() -> AbstractContextManager[None]:
+    """As if ranks that share layers shared a lane's experts: two have the same block, and nobody another one."""
+    return _experts(lambda first, share, whole, number: number * share % whole)
+
+
+def experts_of_one_lane_in_reverse() -> AbstractContextManager[None]:
+    """Each lane still has each block once."""
+    return _experts(lambda first, share, whole, number: whole - first - share if number % 2 else first)
 
 
 @contextmanager
@@ -182,6 +195,8 @@ def layers_counted_within_the_stage() -> Iterator[None]:
 BUGS: Mapping[str, Bug] = {
     "experts of the next rank": experts_of_the_next_rank,
     "experts in reverse": experts_in_reverse,
+    "experts counted over lanes": experts_counted_over_lanes,
+    "experts of one lane in reverse": experts_of_one_lane_in_reverse,
     "slices of the other rank": slices_of_the_other_rank,
     "slices of the other lane": slices_of_the_other_lane,
     "elements one further": elements_one_further,

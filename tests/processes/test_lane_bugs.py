@@ -31,6 +31,15 @@ CASES: Mapping[str, tuple[str, dict[str, Any], Mesh, Mesh]] = {
         ((0, 1, 2, 3), {"ep": 2, "sp": 2}),
         ((2, 0, 3, 1), {"ep": 2, "sp": 2}),
     ),
+    **{
+        f"ep and tp, stage {stage}": (
+            AUTOEP,
+            {"stage": stage, "layers": True},
+            ((0, 1, 2, 3), {"ep": 2, "tp": 2}),
+            ((2, 0, 3, 1), {"ep": 2, "tp": 2}),
+        )
+        for stage in (1, 3)
+    },
     "tp, stage 1": (AUTOTP, {"stage": 1}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0), {"tp": 2})),
     "tp, stage 3": (AUTOTP, {"stage": 3}, ((0, 1), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
     "tp, fsdp2": (AUTOTP, {"engine": "fsdp2"}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
@@ -55,7 +64,8 @@ def _run(crew: Crew, url: Path, case: str, part: int, bug: str | None, **more: A
     trains, config, *meshes = CASES[case]
     who, mesh = meshes[part]
     told = {**config, "in_loop": False, "trains": trains, "bug": bug, "url": str(url)}
-    changes = {"ep_sizes": (1, 2, 4)} if "ep" in mesh else {}
+    # Of four experts.
+    changes = {"ep_sizes": (1, 2) if "tp" in mesh else (1, 2, 4)} if "ep" in mesh else {}
     crew.begin(
         who, "lane_bugs.train", told, batch=BATCH, max_world_size=4, engine=of_run(config)["engine"],
         anomalies=AnomalySettings("stop"), **mesh, **changes, **more,
@@ -97,6 +107,11 @@ FOUND = [
     ("ep, stage 3", "experts of the next rank"),
     ("ep, stage 0", "experts of the next rank"),
     ("ep and sp, stage 1", "experts in reverse"),
+    *(
+        (f"ep and tp, stage {stage}", bug)
+        for stage in (1, 3)
+        for bug in ("experts counted over lanes", "experts of one lane in reverse", "slices of the other rank")
+    ),
     ("tp, stage 1", "slices of the other rank"),
     ("tp, stage 3", "slices of the other rank"),
     ("tp, fsdp2", "slices of the other rank"),
