@@ -235,6 +235,9 @@ def in_its_loop(train: Any, folder: Path, resumes_at: int) -> tuple[list[Generat
 def saved(runner: GenerationRunner) -> None:
     """Waits until the checkpoint of the last step is whole: the next one would take its place in a busy writer."""
     scope: Any = runner.generation.scope
+    steps: Any = runner.generation.steps
+    # The writer has it only once it is copied.
+    steps._saving().drain()
     scope.coordinator._writer.flush()
 
 
