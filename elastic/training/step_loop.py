@@ -187,8 +187,9 @@ class StepLoop:
         if self.progress is None or self.progress.complete:
             if not self._goes_on(epoch):
                 return False
+            ends = self._returned_anywhere(False)
             self._close_step()
-            if self._returned_anywhere(False):
+            if ends:
                 self._save_last()
                 return False
             if self._before_first is not None:
@@ -319,8 +320,9 @@ class StepLoop:
         if self.over:
             self.finish()
         else:
-            self._close_step()
+            # First: a save that the function has asked for at its end is made where the step is closed.
             self._returned_anywhere(True)
+            self._close_step()
             self._save()
             self.finished = not self.plan.bounded
         return self.finished

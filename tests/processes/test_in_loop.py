@@ -217,7 +217,7 @@ def _assert_ended(outcomes: list[Outcome], kind: str, step: int) -> None:
 def test_functions_that_count_steps_by_themselves_end_together(crew: Crew, tmp_path: Path, by: str, steps: int) -> None:
     """The counter of a worker that joins begins later. Seen: its next collective met the last save of the others."""
     config = {"url": str(tmp_path), "by": by, "steps": steps, "in_loop": True}
-    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "checkpoint_every_steps": 1}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3}
     crew.run([0, 1], "ends_by_itself", config, end_at=3, **more)
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
     for outcome in crew.run([0, 1, 2], "ends_by_itself", config, checkpoint=newest.id, **more):

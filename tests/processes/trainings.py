@@ -664,7 +664,8 @@ def counts_batches(config: dict[str, Any]) -> None:
 
 
 def ends_by_itself(config: dict[str, Any]) -> None:
-    """Steps by a variable of this function, which begins with 0; batches by `next`, or in a loop that is left."""
+    """Steps by a variable of this function, which begins with 0; batches by `next`, or in a loop that is left. Its own
+    last save follows."""
     _, _, engine, loader = _without_schedule()
     counter, batches = 0, (batch for _ in elastic.epochs() for batch in loader)
     while counter < config["steps"]:
@@ -674,6 +675,7 @@ def ends_by_itself(config: dict[str, Any]) -> None:
             counter += last
             if last and counter == config["steps"]:
                 break
+    engine.save_checkpoint("by the script")
 
 
 def by_deepspeeds_adam(config: dict[str, Any]) -> None:
