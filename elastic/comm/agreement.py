@@ -55,9 +55,12 @@ class Agreement:
                 raise self._verdict(kind, rank, error, doing) from error
 
     def sums_later(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """As `sums`, of values of 63 bits: begun now, and waited for by the function that is returned. It also raises
-        what went wrong here."""
-        summed = torch.tensor(values, dtype=torch.int64).to(self._device)
+        """As `sums`: begun now, and waited for by the function that is returned. It also raises what went wrong
+        here."""
+        if not values:
+            return list
+        signed = [value - (1 << 64) if value >= 1 << 63 else value for value in (v % (1 << 64) for v in values)]
+        summed = torch.tensor(signed, dtype=torch.int64).to(self._device)
         try:
             work = dist.all_reduce(summed, group=self._group, async_op=True)
         except RuntimeError as error:
@@ -66,14 +69,13 @@ class Agreement:
         def wait() -> list[int]:
             if work is not None:
                 work.wait()
-            return [int(value) for value in summed.cpu().tolist()]
+            return [int(value) % (1 << 64) for value in summed.cpu().tolist()]
 
         return wait
 
     def sums(self, values: Sequence[int]) -> list[int]:
         """Sums modulo 2**64 over the ranks, of values modulo 2**64."""
-        signed = [value - (1 << 64) if value >= 1 << 63 else value for value in (v % (1 << 64) for v in values)]
-        return [value % (1 << 64) for value in self._reduce(torch.tensor(signed, dtype=torch.int64), "SUM")]
+        return self.sums_later(values)()
 
     def any_and_unequal(self, flags: Sequence[bool], values: Sequence[int]) -> tuple[list[bool], list[bool]]:
         """For each flag: is it set on any rank? For each value of 63 bits, none negative: do the ranks' differ?"""

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from elastic.comm.collective_ledger import CollectiveLedger
-from elastic.comm.process_group import ProcessGroup
+from elastic.comm.process_group import ProcessGroup, drop_later
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines import foreign_loops
 from elastic.engines.base import Engine, EngineKind
@@ -103,9 +103,12 @@ class Generation:
             self.closing.close()
         finally:
             self.scope.failure = None
-            self.group.close()
+            groups = self.group.close()
         # An engine that was detached is empty: what still refers to it keeps nothing alive.
-        return cleanup.collect(None if stays else self._native)
+        gone = cleanup.collect(None if stays else self._native)
+        # To which nothing else refers by now.
+        drop_later(groups)
+        return gone
 
     def collect(self) -> bool:
         """The user's function has been left since `close`: the same verdict again."""

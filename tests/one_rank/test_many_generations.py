@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_one_rank import train
 
 from benchmarks.alone import MemoryNode, live
+from elastic.comm.process_group import await_dropped
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -33,6 +37,7 @@ class Held:
     @classmethod
     def now(cls) -> Held:
         gc.collect()
+        assert await_dropped()
         maps = Path("/proc/self/maps").read_text().count("memfd:elastic-snapshot")
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(threading.active_count(), len(os.listdir("/proc/self/fd")), maps, pages * os.sysconf("SC_PAGE_SIZE"))
@@ -58,3 +63,19 @@ def test_two_hundred_generations_in_one_process_leave_nothing_behind(stage: int,
         whole = live(1, train, config, tmp_path, end_at=2 * GENERATIONS, node=node)
     # One rank throughout: the same operations in the same order.
     assert losses == [report.loss for report in whole.steps]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL's groups are closed by all ranks at once")
+def test_the_training_thread_does_not_wait_until_connections_are_closed(tmp_path: Path) -> None:
+    """gloo takes up to 10 ms for each of them."""
+    closed_by: list[str] = []
+
+    def watching(config: dict[str, Any]) -> None:
+        for group in dist.distributed_c10d._world.pg_map:
+            weakref.finalize(group, lambda: closed_by.append(threading.current_thread().name))
+        train(config)
+
+    with MemoryNode() as node:
+        live(1, watching, {"stage": 1, "dtype": "fp32"}, tmp_path, end_at=2, node=node)
+    assert await_dropped()
+    assert set(closed_by) == {"elastic-close"}

@@ -335,9 +335,11 @@ class Training:
         return following
 
     def _left(self, runner: Any, result: Any) -> None:
+        from elastic.comm.process_group import await_dropped
         from elastic.comm.rendezvous import release_store
         from elastic.comm.sockets import tcp_sockets
 
+        await_dropped()
         coordinator = self._coordinators.pop(runner)
         # Of a generation that has ended before it was joined: a worker closes it with the next one.
         release_store(runner.generation.group.rendezvous)

@@ -15,14 +15,14 @@ from elastic.training.data import cursor
 PLAN = StepPlan(10, 3, 2, 0, dataset_size=370, total_samples=3700, micro_steps=2)
 STEP = 7
 ALONE: Any = SimpleNamespace(
-    sums=lambda values: [cursor.whole_step(PLAN, PLAN.order(1), STEP)],
+    sums_later=lambda values: lambda: [cursor.whole_step(PLAN, PLAN.order(1), STEP)],
     any_and_unequal=lambda flags, values: ([bool(flag) for flag in flags], []),
 )
 
 
 def verified(saved: dict[str, Any], plan: StepPlan) -> None:
     agreement = ALONE
-    agreement.sums = lambda values: [cursor.whole_step(plan, plan.order(1), STEP)]
+    agreement.sums_later = lambda values: lambda: [cursor.whole_step(plan, plan.order(1), STEP)]
     cursor.verify(saved, cursor.to_state(plan, 1, STEP), plan, plan.order(1), agreement)
 
 

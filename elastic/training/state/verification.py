@@ -102,17 +102,18 @@ class Verification:
                 self._partial |= self._reader.result()
         except Exception as error:  # noqa: BLE001 - as above
             self._error = error
+        # Begun with the exchange of errors: of a rank that has one nobody looks at the sums.
+        sums = (self._once or lanes.own).sums_later([self._partial.get(key, 0) for key in self._keys])
         lanes.every.raise_together(self._error, f"verifying checkpoint {self._manifest.id}")
-        failed = self._failed(lanes.own, copies)
+        failed = self._failed(sums(), lanes.own, copies)
         elsewhere = lanes.count > 1 and lanes.every.any(bool(failed))
         if failed or elsewhere:
             what = f"{listed(failed)} differ" if failed else "ranks with other parts of the layers say what differs"
             raise IntegrityError(f"what checkpoint {self._manifest.id} gave back is not what was saved: {what}")
 
-    def _failed(self, agreement: Agreement, copies: Agreement) -> list[str]:
-        """What differs on any rank: two or three exchanges of a few bytes per tensor."""
+    def _failed(self, sums: Sequence[int], agreement: Agreement, copies: Agreement) -> list[str]:
+        """What differs on any rank: one or two more exchanges of a few bytes per tensor."""
         digests, expected = self._manifest.digests, self._expected
-        sums = (self._once or agreement).sums([self._partial.get(key, 0) for key in self._keys])
         found = {key: self._whole.get(key, total) for key, total in zip(self._keys, sums, strict=True)}
         wrong = {key: key not in expected or value != expected[key] for key, value in found.items()}
         _, unequal = copies.any_and_unequal([], list(self._experts.values()))

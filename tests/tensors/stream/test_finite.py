@@ -467,8 +467,8 @@ def test_the_saved_place_is_verified() -> None:
 class Whole:
     """The agreement of a rank that is alone."""
 
-    def sums(self, values: list[int]) -> list[int]:
-        return [value % 2**64 for value in values]
+    def sums_later(self, values: list[int]) -> Callable[[], list[int]]:
+        return lambda: [value % 2**64 for value in values]
 
     def any_and_unequal(self, flags: list[bool], values: list[int]) -> tuple[list[bool], list[bool]]:
         return flags, [False] * len(values)
