@@ -1,4 +1,4 @@
-"""The GPT of the benchmarks on meshes: what each of them needs of the model, the configuration and the run."""
+"""The GPT of the benchmarks on meshes, and compiled: what each needs of the model, the configuration and the run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def arguments(form: str, size: Size, config: dict[str, Any]) -> dict[str, Any]:
     model, optimizer, data = workload.build(size)
     given: dict[str, Any] = {}
     match form:
+        case "compiled":
+            model.compile()
         case "FSDP2" | "FSDP2 tp 2":
             config = {"global_batch": size.batch, "micro_batch": size.micro}
             given = {"tp_plan": fsdp2_alone.plan()} if form.endswith("tp 2") else {}

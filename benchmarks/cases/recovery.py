@@ -26,7 +26,8 @@ _STEPS_BETWEEN = 6
 
 @dataclass(frozen=True)
 class Form:
-    """How the workers share the model, by the name that it has in `benchmarks.bodies.meshes`; without one by ZeRO."""
+    """How the workers share the model, or that it is compiled, by the name that this has in `benchmarks.bodies.meshes`;
+    without one by ZeRO."""
 
     name: str = ""
     engine: str = "deepspeed"
@@ -41,6 +42,7 @@ class Form:
 
 # With DeepSpeed on top of ZeRO-1, but for FSDP2.
 FORMS = (
+    Form("compiled"),
     Form("FSDP2", "fsdp2"),
     Form("FSDP2 tp 2", "fsdp2", MeshSettings(tp=2)),
     Form("AutoTP 2", mesh=MeshSettings(tp=2)),

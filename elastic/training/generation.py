@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from elastic.comm.collective_ledger import CollectiveLedger
-from elastic.comm.process_group import ProcessGroup, drop_later
+from elastic.comm.process_group import ProcessGroup, are_held, drop_later
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines import foreign_loops
 from elastic.engines.base import Engine, EngineKind
@@ -99,13 +99,15 @@ class Generation:
         """
         self.steps = self.engine = self.loader = self.ledger = None
         self._stays = stays
+        made = cleanup.made_by(None if self._native is None else self._native())
         try:
             self.closing.close()
         finally:
             self.scope.failure = None
             groups = self.group.close()
         # An engine that was detached is empty: what still refers to it keeps nothing alive.
-        gone = cleanup.collect(None if stays else self._native)
+        remains = not stays or cleanup.outlived(made) or are_held(groups)
+        gone = cleanup.collect(None if stays else self._native, remains)
         # To which nothing else refers by now.
         drop_later(groups)
         return gone

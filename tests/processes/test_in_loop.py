@@ -184,6 +184,18 @@ def test_a_worker_that_joins_waits_for_nobody_in_collectives_of_its_own(
         assert all("takes part in collectives" in reason for reason in left)
 
 
+@pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3", "FSDP2"])
+def test_what_the_set_up_holds_is_not_walked_in_a_pause(crew: Crew, tmp_path: Path, engine: str) -> None:
+    """A million objects of the user's, or of the compiler's, take Python 0.1 s."""
+    config = {**ENGINES[engine], "in_loop": True, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "engine": _engine(config)}
+    _assert_ended(crew.run([0, 1], "train_and_tell_walks", config, end_at=3, **more), "ended", 3)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    grown = crew.run([0, 1, 2], "train_and_tell_walks", config, checkpoint=newest.id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert [outcome.told["walks"] for outcome in grown] == [[], [], []]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP2, layers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -166,6 +167,28 @@ def train_and_keep_warnings(config: dict[str, Any]) -> None:
     finally:
         logger.removeHandler(handler)
     crew.told["warnings"] = said
+
+
+def train_and_tell_walks(config: dict[str, Any]) -> None:
+    """How often everything that Python collects was walked after the first generation had begun."""
+    engine, loader = build(config)
+    walks: list[int] = []
+
+    def walked(phase: str, about: dict[str, int]) -> None:
+        if phase == "start" and about["generation"] == 2:
+            walks.append(elastic.get_context().step)
+
+    # Its own walks come when they may.
+    gc.disable()
+    gc.callbacks.append(walked)
+    try:
+        for _ in elastic.epochs():
+            for batch in loader:
+                one_pass(engine, batch)
+        crew.told["walks"] = list(walks)
+    finally:
+        gc.callbacks.remove(walked)
+        gc.enable()
 
 
 def train_and_tell_draws(config: dict[str, Any]) -> None:

@@ -191,8 +191,8 @@ class DeepSpeedAdapter:
         native, belongings = self.native, self._belongings
         self.close()
         if native is not None and belongings is not None:
-            belongings.give_back()
             hollow_out(native)
+            belongings.give_back()
 
     def close(self) -> None:
         native, self.native, self._belongings = self.native, None, None

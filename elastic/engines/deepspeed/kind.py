@@ -238,6 +238,7 @@ def _initialized(
     with (
         user_calls.building(),
         startup.named_by_shape(),
+        startup.nothing_walked(),
         table_by_names(),
         groups_of_any_size(resolved.shares_change),
         values,

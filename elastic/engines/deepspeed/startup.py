@@ -7,6 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,6 +54,19 @@ def named_by_shape() -> Iterator[None]:
         yield
     finally:
         torch.nn.Parameter.__repr__ = original  # type: ignore[assignment, method-assign]
+
+
+@contextmanager
+def nothing_walked() -> Iterator[None]:
+    """Stage 3 collects garbage while it is built, for memory in one piece: 0.1 s for a million of the user's objects,
+    in every recovery. What it frees there is in no cycle. Release 0.19.8: `defragment` in zero/utils.py."""
+    from deepspeed.runtime.zero import utils
+
+    original, utils.gc = utils.gc, SimpleNamespace(collect=lambda: 0)
+    try:
+        yield
+    finally:
+        utils.gc = original
 
 
 def _shape(parameter: torch.nn.Parameter) -> str:

@@ -37,8 +37,14 @@ def hollow_out(engine: Any) -> None:
     """Empty a destroyed engine whose model stays in use.
 
     The graph of a loss or an output that the user still holds refers to the engine and to its optimizer through
-    hooks: whatever they hold, shards and groups, would live as long.
+    hooks: whatever they hold, shards and groups, would live as long. What gathers a parameter of stage 3 is in cycles.
     """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    for parameter in engine.module.parameters():
+        for cell in getattr(vars(parameter).get("partition"), "__closure__", None) or ():
+            if isinstance(cell.cell_contents, Init):
+                vars(cell.cell_contents).clear()
     optimizer = engine.optimizer
     offload = getattr(optimizer, "parameter_offload", None)
     for part in (offload, getattr(offload, "param_coordinator", None), optimizer, engine):

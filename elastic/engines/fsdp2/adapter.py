@@ -29,6 +29,7 @@ from elastic.engines.fsdp2.meshes import (
     SHARD,
     Meshes,
     compile_each_size,
+    cut_off,
     forget_compiled,
 )
 from elastic.engines.fsdp2.sharding import gathered, reshard
@@ -308,6 +309,8 @@ class Fsdp2Adapter:
         self.ledger.close()
         self._whole_gradients = None
         self._output.forget()
+        if meshes is not None:
+            cut_off(meshes)
         self.module = torch.nn.Identity()
 
 

@@ -265,6 +265,14 @@ def forget_compiled() -> None:
             held._pg_registry.clear()
 
 
+def cut_off(meshes: Meshes) -> None:
+    """From their groups, which are about to be destroyed: parameters keep their mesh until they are sharded anew."""
+    for mesh in (meshes.dp, meshes.tp, meshes.hybrid, meshes.experts):
+        if mesh is not None:
+            for held in (mesh, mesh._get_root_mesh()):
+                held._pg_registry.clear()
+
+
 def _clear_caches(module: ModuleType) -> None:
     """Of its functions, and of its classes' methods."""
     held = list(vars(module).values())
