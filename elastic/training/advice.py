@@ -45,7 +45,8 @@ def advice(error: BaseException) -> str | None:
         return (
             "the training function has parsed a command line (SystemExit: 2, see the worker's output): a worker's is "
             "Ray's own; take options from the function's argument, `def train(config)`, which is the job's `config`; "
-            "`parser.parse_args([], argparse.Namespace(**config))` keeps the parser's defaults"
+            "`parser.parse_args([], argparse.Namespace(**config))` keeps the parser's defaults; "
+            "remove required=True"
         )
     return None
 

@@ -72,6 +72,12 @@ class StepProgress:
         return self.active
 
     def require_stepped(self) -> None:
+        if self.active is not None and not (self.forwards or self.backwards):
+            raise UsageError(
+                f"step {self.step}: the loader was asked for the next batch before engine.step(), and the one at hand "
+                "has not been through the engine. A batch that the loader gives is trained on: len(loader) counts "
+                "them, and another DataLoader shows them"
+            )
         if self.active is not None:
             raise UsageError(
                 f"step {self.step}: the loader was asked for the next batch before engine.step(); "

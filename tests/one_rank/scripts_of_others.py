@@ -121,7 +121,7 @@ def image_classifier(note: Note, prepare: Prepare, stage: int, folder: Path, epo
     with torch.no_grad():
         for inputs, labels in DataLoader(Pictures(4), batch_size=MICRO):
             correct += int((net(inputs).argmax(1) == labels).sum())
-    note({"correct": correct, **weights(net)})
+    note({"correct": correct, "running": running / len(loader), **weights(net)})
 
 
 def masked_words(note: Note, prepare: Prepare, stage: int, folder: Path, epochs: int) -> None:

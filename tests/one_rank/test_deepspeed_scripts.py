@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -486,6 +486,71 @@ def test_a_habit_of_torchs_own_loops_is_answered_with_what_to_write(
     assert result.kind == "usage_error", result.traceback
     assert said in result.message
     assert "engine.step()" in result.message or habit is _schedules
+
+
+_CLEARED_BY: dict[str, Callable[..., Any]] = {
+    "model": lambda engine, returned, given: engine.module.zero_grad(),
+    "engine": lambda engine, returned, given: engine.zero_grad(),
+    "optimizer of the engine": lambda engine, returned, given: engine.optimizer.zero_grad(),
+    "optimizer returned": lambda engine, returned, given: returned.zero_grad(),
+    "optimizer given": lambda engine, returned, given: given.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, False), (2, False), (3, False), (0, True), (1, True)])
+def test_the_gradients_of_a_step_are_cleared_by_the_step_alone(
+    stage: int, bf16: bool, late: bool, tmp_path: Path
+) -> None:
+    """Loops of torch's clear them before every backward pass, `late` after the forward pass. Seen: where a step has
+    several micro-batches, as it may after a loss, the update was made of the last one's, without a word."""
+
+    def losses(clear: Callable[..., Any]) -> list[float]:
+        def train() -> None:
+            import elastic
+
+            model, given = model_and_optimizer()
+            more = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "bf16": {"enabled": bf16}}
+            engine, returned, loader, _ = elastic.initialize(
+                model=model, optimizer=given, training_data=Numbers(), config=settings(stage, **more)
+            )
+            for x, _ in every_batch(loader):
+                if not late:
+                    clear(engine, returned, given)
+                loss = engine(x.bfloat16() if bf16 else x).mean()
+                if late:
+                    clear(engine, returned, given)
+                engine.backward(loss)
+                engine.step()
+
+        spec = GenerationSpec("script", 1, 0, 1, batch=BatchSettings(max_steps=3))
+        result, coordinator = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path))
+        assert result.kind == "finished", result.traceback
+        return [report.loss for report in coordinator.reports]
+
+    wanted = losses(lambda engine, returned, given: None)
+    assert {who: losses(clear) for who, clear in _CLEARED_BY.items()} == dict.fromkeys(_CLEARED_BY, wanted)
+
+
+def test_gradients_zeroed_in_place_are_missed(tmp_path: Path) -> None:
+    """Out of reach: the model's own memory."""
+
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=optimizer,
+            training_data=Numbers(),
+            config=settings(1, train_micro_batch_size_per_gpu=2),
+        )
+        for x, _ in loader:
+            model.zero_grad(set_to_none=False)
+            one_pass(engine, x)
+
+    result, _ = run_local(train, None, GenerationSpec("script", 1, 0, 1), host_store("127.0.0.1"), str(tmp_path))
+    assert (result.kind, "remove zero_grad()" in result.message) == ("usage_error", True), result
 
 
 def test_a_loader_that_is_cycled_is_answered_with_what_to_write(tmp_path: Path) -> None:

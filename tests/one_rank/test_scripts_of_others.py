@@ -113,6 +113,13 @@ def own_command_line() -> None:
     argparse.ArgumentParser().parse_args(["--node-ip-address=10.0.0.1"])
 
 
+def own_required_option() -> None:
+    """DeepSpeed-Chat's. Seen: the same advice, which had been followed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.parse_args([], argparse.Namespace(model="opt"))
+
+
 def own_optimizer() -> None:
     """Seen: it ended with "one iteration over the loader is one epoch", of a loader that there was not."""
     model = torch.nn.Linear(4, 1)
@@ -138,6 +145,16 @@ def own_step() -> None:
         engine.optimizer.zero_grad()
 
 
+def counts_by_a_list() -> None:
+    """torch's language_translation."""
+    engine, loader = built()
+    for x in loader:
+        engine.backward(engine(x).mean())
+        engine.step()
+        if engine.global_steps == 1:
+            assert len(list(loader)) == 2
+
+
 def next_of_an_earlier_epoch() -> None:
     raise StopIteration
 
@@ -147,15 +164,43 @@ def next_of_an_earlier_epoch() -> None:
     [
         (own_group, "torch.distributed.init_process_group: the process group is formed"),
         (own_command_line, "take options from the function's argument"),
+        (own_required_option, "remove required=True"),
         (own_optimizer, "has returned without elastic.initialize"),
         (own_backward, r"engine.step() came without engine.backward(loss) (no loss.backward())"),
         (own_step, "call engine.step() after every engine.backward(loss)"),
+        (counts_by_a_list, "len(loader) counts them, and another DataLoader shows them"),
         (next_of_an_earlier_epoch, "batch for _ in elastic.epochs()"),
     ],
 )
 def test_what_is_written_for_another_launcher_says_what_to_write(train: Any, sentence: str, tmp_path: Path) -> None:
     result = called(train, tmp_path)
     assert (result.kind, sentence in result.message) == ("usage_error", True), result
+
+
+def test_a_batch_by_the_number_of_workers_is_named_where_it_changes(tmp_path: Path) -> None:
+    """DeepSpeed-Chat's. Seen: "set global_batch back, or start a new run", after the first loss of a node."""
+    workers = 2
+
+    def train() -> None:
+        import elastic
+
+        model = torch.nn.Linear(4, 1)
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+            training_data=[torch.ones(4)] * 12,
+            config={"train_micro_batch_size_per_gpu": 3, "train_batch_size": 3 * workers},
+        )
+        for x in loader:
+            engine.backward(engine(x).mean())
+            engine.step()
+
+    run_local(train, None, spec(), host_store("127.0.0.1"), str(tmp_path), 1)
+    newest, workers = CheckpointStore(str(tmp_path), "script").list()[0].id, 1
+    result, _ = run_local(train, None, spec(newest, 2), host_store("127.0.0.1"), str(tmp_path))
+    assert result.kind == "usage_error", result.traceback
+    assert "began with train_batch_size 6, and has 3 with 1 workers" in result.message
+    assert "leave it out (train_micro_batch_size_per_gpu is taken times max_workers)" in result.message
 
 
 @pytest.mark.parametrize(("code", "kind"), [(None, "finished"), (0, "finished"), (3, "user_error")])

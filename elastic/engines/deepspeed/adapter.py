@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.core.checkpoint.manifest import Json
+from elastic.core.errors import UsageError
 from elastic.engines.base import GradientSums, StepOutcome
 from elastic.engines.deepspeed import extra_state
 from elastic.engines.deepspeed.belongings import Belongings
@@ -17,7 +18,7 @@ from elastic.engines.deepspeed.collectives import CountedBackend
 from elastic.engines.deepspeed.experts.placement import is_repeated
 from elastic.engines.deepspeed.nonfinite import NonFinite
 from elastic.engines.deepspeed.state.fragments import fragments
-from elastic.engines.deepspeed.state.gradient_sums import gradient_sums, release
+from elastic.engines.deepspeed.state.gradient_sums import KeptSums, gradient_sums, release
 from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong_numbers
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
@@ -72,7 +73,8 @@ class DeepSpeedAdapter:
             self.ledger.name_axis(_group_of_copies(), "hpz")
         for group in native.expert_parallel_group.values():
             self.ledger.name_axis(group, "ep")
-        self.sums: GradientSums | str = gradient_sums(native)
+        self._kept_sums = KeptSums(native)
+        self.sums: GradientSums | str = gradient_sums(native, self._kept_sums)
         self._counted = CountedBackend()
         self._last = True
         self._rate_factor: Callable[[], float] = lambda: 1.0
@@ -105,11 +107,19 @@ class DeepSpeedAdapter:
         return self._output.zeros()
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
+        if not self._kept_sums.restore():
+            raise UsageError(
+                "the gradients of this step's earlier micro-batches were zeroed in place: remove zero_grad() from the "
+                "loop, engine.step() clears them when the step is made"
+            )
         whole = self._whole_gradients
         if whole is None or whole.compared:
-            return self.native.backward(loss, **named)
-        with whole.compare({name: leaf for name, leaf in self.leaves().items() if is_repeated(leaf)}):
-            return self.native.backward(loss, **named)
+            result = self.native.backward(loss, **named)
+        else:
+            with whole.compare({name: leaf for name, leaf in self.leaves().items() if is_repeated(leaf)}):
+                result = self.native.backward(loss, **named)
+        self._kept_sums.note(self._last)
+        return result
 
     def scale_rates(self, factor: Callable[[], float]) -> None:
         native, take = self.native, self.native._take_model_step
@@ -199,6 +209,7 @@ class DeepSpeedAdapter:
         if native is not None:
             replaced = native.autotp_size() > 1 or native.has_moe_layers
             release(native)
+            self._kept_sums.release()
             release_engine(native)
             if replaced and compiles():
                 forget_graphs()

@@ -55,10 +55,22 @@ def validate(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
     for name in {**order, **saved["data"]}:
         value, before = order.get(name), saved["data"].get(name, _BEFORE.get(name) if name in order else None)
         if before != value:
+            if name == "global_batch":
+                _refuse_by_workers(int(before), int(order[name]), plan.world_size)
             raise UsageError(
                 f"the checkpoint was made with {name} {before}, this run has {value}: it cannot continue "
                 f"with the same samples; set {name} back, or start a new run"
             )
+
+
+def _refuse_by_workers(before: int, now: int, workers: int) -> None:
+    """As DeepSpeed-Chat: micro-batch * torch.distributed.get_world_size() * accumulation. Raises UsageError."""
+    if now % workers == 0 and before % (now // workers) == 0:
+        raise UsageError(
+            f"the run began with train_batch_size {before}, and has {now} with {workers} workers: the script computes "
+            "it from their number, it seems. A run has one global batch at every world size: leave it out "
+            "(train_micro_batch_size_per_gpu is taken times max_workers), or give the number, and resume the run"
+        )
 
 
 def from_state(saved: Mapping[str, Any], plan: StepPlan, batch: BatchSettings) -> StepPlan:

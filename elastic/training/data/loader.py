@@ -116,9 +116,11 @@ class ElasticLoader:
         return self.plan.last_step
 
     def __len__(self) -> int:
-        """Batches of the next iteration's epoch on this rank at this world size, padding included; of a pipeline, its
-        steps. Raises TypeError for a stream, unless it is endless and the job has `max_steps`."""
-        batches = self.plan.batches_in(max(self._next_epoch, self._steps.epoch))
+        """Batches of the next iteration's epoch (of the last one where the run is over) on this rank at this world
+        size, padding included; of a pipeline, its steps. Raises TypeError for a stream, unless it is endless and the
+        job has `max_steps`."""
+        epoch = self._steps.epoch if self._steps.over else max(self._next_epoch, self._steps.epoch)
+        batches = self.plan.batches_in(epoch)
         return -(-batches // self.plan.micro_steps) if self.by_steps else batches
 
     def __iter__(self) -> Iterator[Any]:

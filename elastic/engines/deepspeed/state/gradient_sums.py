@@ -29,7 +29,48 @@ if TYPE_CHECKING:
     from elastic.comm.strategies.bounded_staleness import Rates, Updates
 
 
-def gradient_sums(native: Any) -> GradientSums | str:
+class KeptSums:
+    """`zero_grad()` of the script within a step, as loops of torch's call it before every backward pass, does nothing:
+    how many micro-batches a rank has in a step is a matter of the world size, and the step itself clears their sums.
+
+    `restore` before each backward pass, `note` after it.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native: Any = native
+        self._grads: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
+        self._under_way = False
+        self._clear: Callable[..., None] = lambda *args, **kwargs: None
+        if (optimizer := native.optimizer) is not None:
+            self._clear, optimizer.zero_grad = optimizer.zero_grad, self._zero_grad
+
+    def note(self, last: bool) -> None:
+        """A micro-batch has been added. `last`: the optimizer's step follows."""
+        self._under_way, self._grads = not last, []
+        if not last:
+            trained = ((parameter, parameter.grad) for parameter in self._native.module.parameters())
+            self._grads = [(parameter, grad, grad._version) for parameter, grad in trained if grad is not None]
+
+    def restore(self) -> bool:
+        """Put back what the model's `zero_grad` has dropped. False where it was zeroed in place."""
+        grads, self._grads = self._grads, []
+        for parameter, grad, _ in grads:
+            parameter.grad = grad if parameter.grad is None else parameter.grad
+        touched = any(grad._version != version for _, grad, version in grads)
+        return not touched or any(bool(grad.count_nonzero()) for _, grad, _ in grads)
+
+    def release(self) -> None:
+        if self._native.optimizer is not None:
+            vars(self._native.optimizer).pop("zero_grad", None)
+        self._native, self._grads = None, []
+        self._clear = lambda *args, **kwargs: None
+
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if not self._under_way:
+            self._clear(*args, **kwargs)
+
+
+def gradient_sums(native: Any, kept: KeptSums) -> GradientSums | str:
     """The sums of this engine, or why they do not outlive it, as a part of a sentence."""
     stage = int(native.zero_optimization_stage())
     refused = {
@@ -46,10 +87,10 @@ def gradient_sums(native: Any) -> GradientSums | str:
         return why
     kind = type(native.optimizer).__name__
     if kind == "BF16_Optimizer":
-        return _InBuffers(native)
+        return _InBuffers(native, kept)
     if getattr(native.optimizer, "use_grad_accum_attribute", False):
         return "they are added up in another dtype than the parameters'"
-    return _InParameters(native)
+    return _InParameters(native, kept)
 
 
 def release(native: Any) -> None:
@@ -59,8 +100,9 @@ def release(native: Any) -> None:
 
 
 class _Sums:
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, kept: KeptSums) -> None:
         self._native: Any = native
+        self._kept = kept
 
     def before_reduction(self, call: Callable[[], None]) -> None:
         native = self._native
@@ -197,6 +239,8 @@ class _InParameters(_Sums):
     """Implements `elastic.engines.base.GradientSums`."""
 
     def take(self) -> dict[str, torch.Tensor]:
+        if not self._kept.restore():
+            raise ValueError("the script has zeroed them")
         found = {}
         for name, parameter in self._native.module.named_parameters():
             if parameter.grad is not None:
