@@ -11,6 +11,13 @@ _UNSCALED = "No inf checks were recorded for this optimizer"
 _NO_OPTIMIZER = "StandIn is not an Optimizer"
 
 
+NO_BATCH = (
+    "A function that is called again in a later epoch finds its iterations of the earlier epochs empty; where it calls "
+    "next() by itself (DeepSpeed's RepeatingLoader does), write `batches = (batch for _ in elastic.epochs() for batch "
+    "in loader)`"
+)
+
+
 def advice(error: BaseException) -> str | None:
     """One sentence, or None: the exception says enough itself."""
     if isinstance(error, ValueError) and _TWICE in str(error):
@@ -36,11 +43,7 @@ def advice(error: BaseException) -> str | None:
             "step and zeroes the gradients"
         )
     if isinstance(error, StopIteration):
-        return (
-            "StopIteration: the loader had no batch for next(). A function that is called again in a later epoch finds "
-            "its iterations of the earlier epochs empty; where it calls next() by itself, write `batches = (batch for "
-            "_ in elastic.epochs() for batch in loader)`"
-        )
+        return f"StopIteration: the loader had no batch for next(). {NO_BATCH}"
     if isinstance(error, SystemExit) and error.code == 2:
         return (
             "the training function has parsed a command line (SystemExit: 2, see the worker's output): a worker's is "

@@ -15,7 +15,7 @@ from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityErro
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines.base import EngineKind
 from elastic.training import cleanup, context, rng
-from elastic.training.advice import advice
+from elastic.training.advice import NO_BATCH, advice
 from elastic.training.generation import Generation
 from elastic.training.result import GenerationResult, Kind
 from elastic.training.session import Coordinator, InLoop, Phase
@@ -120,6 +120,11 @@ class GenerationRunner:
         steps, completed = self.generation.steps, self.finished
         if not completed:
             self._scope.check()
+            loader = self.generation.loader
+            if loader is not None and loader.never_came:
+                raise UsageError(
+                    f"the training function has returned after step {self.step} without a batch. {NO_BATCH}"
+                )
             completed = steps is not None and steps.returned()
         return GenerationResult("finished", self._scope.step, completed, where=self._scope.where())
 

@@ -63,6 +63,11 @@ class StepProgress:
     def at_first_forward(self) -> bool:
         return self.next_batch == 1 and self.forwards == 0
 
+    @property
+    def untouched(self) -> bool:
+        """Nothing of the step is computed, and its first batch is at hand."""
+        return self.at_first_forward and self.backwards == 0 and self.active is not None and not self.kept
+
     def hand_out(self) -> MicroBatch:
         """Hand the next micro-batch to the user. Raises UsageError when the one before was not finished."""
         self.require_stepped()
@@ -315,6 +320,9 @@ class StepLoop:
         vain. Raises UsageError where the function returned inside a step."""
         if self.finished:
             return True
+        if self.progress is not None and self.progress.untouched:
+            # `if step >= number: break` at the top of a loop: this step is not begun.
+            self.progress = None
         self.require_between_batches()
         progress = self.progress
         if progress is not None and not progress.complete and progress.next_batch > 0:

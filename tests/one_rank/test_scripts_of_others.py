@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scripts_of_others import SCRIPTS, gpt_by_hand
+from torch.utils.data import DataLoader
 
+import elastic
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.comm.rendezvous import host_store
 from elastic.core.errors import CollectiveFailed
@@ -201,6 +204,64 @@ def test_a_batch_by_the_number_of_workers_is_named_where_it_changes(tmp_path: Pa
     assert result.kind == "usage_error", result.traceback
     assert "began with train_batch_size 6, and has 3 with 1 workers" in result.message
     assert "leave it out (train_micro_batch_size_per_gpu is taken times max_workers)" in result.message
+
+
+class InfiniteIterator:
+    """HelloDeepSpeed's; DeepSpeed's RepeatingLoader is alike."""
+
+    def __init__(self, iterable: Any) -> None:
+        self._iterable = iterable
+        self._iterator = iter(iterable)
+
+    def __iter__(self) -> InfiniteIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self._iterable)
+            return next(self._iterator)
+
+
+def over_epochs(loader: Any) -> Any:
+    for _ in elastic.epochs():
+        yield from loader
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("made", [InfiniteIterator, over_epochs])
+def test_an_iterator_that_is_made_before_the_engine(made: Any, bounded: bool, tmp_path: Path) -> None:
+    """Seen: refused; and called again in the third epoch, with two empty ones before, such a function returned, which
+    ended the run as finished, for all workers where the job has no `max_steps`."""
+
+    def train() -> None:
+        model = torch.nn.Linear(4, 1)
+        batches = made(elastic.prepare_data_loader(DataLoader([torch.ones(4)] * 12, batch_size=3)))
+        engine, *_ = elastic.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+            config={"train_batch_size": 6},
+        )
+        for x in batches:
+            if engine.global_steps == STEPS + 1:
+                # With a batch at hand. Seen: "the loader was asked for the next batch before engine.step()".
+                break
+            engine.backward(engine(x).mean())
+            engine.step()
+
+    results = []
+    for end_at in (1, 5, None):
+        saved = CheckpointStore(str(tmp_path), "script").list()
+        given = spec(saved[0].id if saved else None, len(results) + 1)
+        given = replace(given, batch=BatchSettings(max_steps=STEPS if bounded else None))
+        results.append(run_local(train, None, given, host_store("127.0.0.1"), str(tmp_path), end_at)[0])
+    assert [result.kind for result in results[:2]] == ["ended", "ended"], results[1]
+    if made is InfiniteIterator:
+        assert results[2].kind == "usage_error", results[2]
+        assert "without a batch. A function that is called again in a later epoch" in results[2].message
+    else:
+        assert (results[2].kind, results[2].step) == ("finished", STEPS + (not bounded)), results[2]
 
 
 @pytest.mark.parametrize(("code", "kind"), [(None, "finished"), (0, "finished"), (3, "user_error")])

@@ -4,7 +4,7 @@ needed any more. What cannot be taken over is refused by name."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,7 @@ class PreparedLoader:
         self.loader: Any = None
 
     def __iter__(self) -> Any:
-        return iter(self._initialized())
+        return self._once_initialized() if self.loader is None else iter(self.loader)
 
     def __len__(self) -> int:
         return len(self._initialized())
@@ -75,11 +75,16 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self._initialized(), name)
 
+    def _once_initialized(self) -> Iterator[Any]:
+        """Scripts may make their iterator before the engine."""
+        yield from self._initialized()
+
     def _initialized(self) -> Any:
         if self.loader is None:
             raise UsageError(
                 "elastic.prepare_data_loader(loader) was called, but elastic.initialize was not yet, or with another "
-                "training_data: call prepare_data_loader first, then initialize, then iterate"
+                "training_data: call prepare_data_loader first, then initialize, then iterate. A schedule that is made "
+                "before counts steps: epochs * ceil(len(dataset) / global batch), not by len(loader)"
             )
         return self.loader
 

@@ -127,6 +127,15 @@ class ElasticLoader:
         self._steps.require_between_batches()
         return self._iteration()
 
+    @property
+    def never_came(self) -> bool:
+        """Has this function had iterations but no batch, although there are steps to make, or were some of epochs that
+        it has not come to? Its own end is elsewhere then."""
+        step, plan = self._scope.step, self.plan
+        if self.given or step == 0 or self._next_epoch == 0 or self._steps.over or plan.finite is not None:
+            return False
+        return plan.bounded or plan.epoch(step - 1) >= self._next_epoch
+
     def begin_epoch(self) -> int:
         """The next iteration is of the epoch that the run is in, which is returned."""
         self._next_epoch = self._steps.epoch
