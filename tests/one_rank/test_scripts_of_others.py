@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader
 import elastic
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.comm.rendezvous import host_store
-from elastic.core.errors import CollectiveFailed
+from elastic.core.errors import CollectiveFailed, UsageError
 from elastic.core.generation_spec import BatchSettings, GenerationSpec
 from elastic.core.settings import AnomalySettings
 from elastic.engines.deepspeed import user_calls
 from elastic.training.in_loop.function_call import FunctionCall
 from elastic.training.local import LocalCoordinator, run_local
 from elastic.training.loop import GenerationRunner
+from elastic.training.user import startup
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -204,6 +205,47 @@ def test_a_batch_by_the_number_of_workers_is_named_where_it_changes(tmp_path: Pa
     assert result.kind == "usage_error", result.traceback
     assert "began with train_batch_size 6, and has 3 with 1 workers" in result.message
     assert "leave it out (train_micro_batch_size_per_gpu is taken times max_workers)" in result.message
+
+
+@pytest.mark.parametrize("of", ["the engine", "the script"])
+@pytest.mark.parametrize("horizon", [24, 30])
+def test_a_schedule_by_the_number_of_workers(
+    of: str, horizon: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSpeed-Chat's is of `epochs * len(train_dataloader)` steps, with a DistributedSampler. Seen: after a loss
+    its cosine went on as one of a longer run, without a word."""
+    steps = 24
+    schedulers: list[Any] = []
+
+    def train() -> None:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step, end=steps: 1.0 - step / end)
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=optimizer,
+            training_data=[torch.ones(4)] * 12,
+            lr_scheduler=scheduler if of == "the engine" else None,
+            config={"train_batch_size": 6},
+        )
+        schedulers.append(scheduler)
+        for _ in elastic.epochs():
+            for x in loader:
+                engine.backward(engine(x).mean())
+                engine.step()
+                if of == "the script":
+                    scheduler.step()
+
+    run_local(train, None, spec(), host_store("127.0.0.1"), str(tmp_path), 3)
+    newest, steps = CheckpointStore(str(tmp_path), "script").list()[0].id, horizon
+    result, _ = run_local(train, None, spec(newest, 2), host_store("127.0.0.1"), str(tmp_path))
+    assert result.kind == "finished", result.traceback
+    said = [text for text in caplog.messages if "gives learning rate 0.09 after 3 steps, and gave 0.0875" in text]
+    assert len(said) == (horizon == 30)
+    startup.same_schedules({"scheduler": schedulers[1]}, resumed=False)
+    schedulers[1].lr_lambdas = [lambda step: 0.0]
+    with pytest.raises(UsageError, match="follows the number of workers"):
+        startup.same_schedules({"scheduler": schedulers[1]}, resumed=False)
 
 
 class InfiniteIterator:

@@ -111,7 +111,8 @@ class Rates:
             "by elastic.get_context().step"
         )
         if not resumed:
-            raise UsageError(f"{sentence}, or begin the counter with it, and resume the run")
+            anneals = "keep a rate that follows something else (a validation loss) in elastic.state"
+            raise UsageError(f"{sentence}, or begin the counter with it; {anneals}; and resume the run")
         if not self._said:
             self._said = True
             logger.warning(sentence)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.errors import UsageError
 from elastic.engines.base import Engine
 from elastic.training.scope import GenerationScope
@@ -39,8 +43,31 @@ def before_first_batch(scope: GenerationScope, user: State, engine: Engine, stat
     if unregistered or any(_steers(target, groups) for target in user.objects.values()):
         state.reinstall_groups()
     known |= {id(target) for target in unregistered.values()}
+    own = getattr(engine.native, "lr_scheduler", None)
+    same_schedules({**user.objects, "of the engine": own}, resumed=not is_snapshot(scope.spec.checkpoint))
     if scope.spec.rank == 0:
         _name_the_rest(found.not_kept(objects, known))
+
+
+def same_schedules(schedulers: Mapping[str, Any], resumed: bool) -> None:
+    """After a restore: torch's LambdaLR, which transformers' `get_scheduler` gives, saves no function, and one that was
+    made for another number of steps goes on with other rates. Raises UsageError; where the run is `resumed`, which may
+    change a schedule, warns."""
+    for name, target in schedulers.items():
+        if not isinstance(target, torch.optim.lr_scheduler.LambdaLR):
+            continue
+        before, rates = target.get_last_lr(), zip(target.base_lrs, target.lr_lambdas, strict=True)
+        now = [base * by(target.last_epoch) for base, by in rates]
+        if all(math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12) for one, other in zip(now, before, strict=True)):
+            continue
+        sentence = (
+            f"the schedule {name} gives learning rate {now[0]:g} after {target.last_epoch} steps, and gave "
+            f"{before[0]:g}: it is made for another number of steps, as by len() of a DataLoader with a "
+            "DistributedSampler, which follows the number of workers; count epochs * ceil(len(dataset) / global batch)"
+        )
+        if not resumed:
+            raise UsageError(f"{sentence}, and resume the run")
+        logger.warning(sentence)
 
 
 def _name_the_rest(begun_anew: Mapping[str, str]) -> None:
