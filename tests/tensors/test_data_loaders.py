@@ -101,7 +101,7 @@ def test_an_order_that_cannot_be_kept_is_refused_by_name(loader: DataLoader[Any]
 
 def test_a_prepared_loader_without_initialize_says_so() -> None:
     prepared = PreparedLoader(taken_over(DataLoader(DATA, 2)))
-    for use in (iter, len, lambda loader: loader.epoch):
+    for use in (lambda loader: next(iter(loader)), len, lambda loader: loader.epoch):
         with pytest.raises(UsageError, match="prepare_data_loader first, then initialize"):
             use(prepared)  # type: ignore[operator]
 
