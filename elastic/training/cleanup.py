@@ -7,7 +7,7 @@ import importlib
 import logging
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,10 @@ def made_by(engine: Any) -> list[weakref.ReferenceType[torch.Tensor]]:
     state = getattr(optimizer, "state", {})
     own = {id(parameter) for parameter in engine.module.parameters()}
     made = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
-    made += [value for values in state.values() for value in values.values() if torch.is_tensor(value)]
+    for kept in state.values():
+        # Optimizers of the user's own may keep what they like.
+        values = kept.values() if isinstance(kept, Mapping) else (kept,)
+        made += [value for value in values if torch.is_tensor(value)]
     return [weakref.ref(each) for each in made]
 
 

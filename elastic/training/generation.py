@@ -99,7 +99,7 @@ class Generation:
         """
         self.steps = self.engine = self.loader = self.ledger = None
         self._stays = stays
-        made = cleanup.made_by(None if self._native is None else self._native())
+        made = cleanup.made_by(self._native()) if stays and self._native is not None else []
         try:
             self.closing.close()
         finally:

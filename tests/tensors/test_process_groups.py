@@ -7,11 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import ErrorType, HashStore
 
 from elastic.comm import device_check, process_group
@@ -332,6 +334,19 @@ def test_tracebacks_have_the_rank_once_however_many_groups_there_were() -> None:
         assert sys.excepthook is not before, "torch's own, while there is a group"
         group.close()
         assert sys.excepthook is before
+
+
+def test_what_an_optimizer_of_the_users_keeps_does_not_hinder_leaving() -> None:
+    """Not every optimizer's state is a mapping by names."""
+    weight, moment, master = nn.Parameter(torch.zeros(3)), torch.ones(3), torch.zeros(3)
+    state = {weight: moment, master: {"step": 3, "average": torch.ones(2)}, "scale": 2.0}
+    module = nn.ParameterList([weight])
+    optimizer = SimpleNamespace(param_groups=[{"params": [weight]}, {"params": [master]}], state=state)
+    made = cleanup.made_by(SimpleNamespace(optimizer=optimizer, module=module))
+    assert [ref() is moment or ref() is master for ref in made] == [True, True, False], "not the model's own"
+    assert cleanup.outlived(made)
+    del state, optimizer, moment, master
+    assert not cleanup.outlived(made)
 
 
 def test_leaving_a_generation_on_a_device_may_take_as_long_as_its_parts_may() -> None:
