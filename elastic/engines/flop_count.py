@@ -11,7 +11,6 @@ nothing is counted, and the estimate 6 N D is made of the N trained elements tha
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from elastic.engines.base import Engine
+from elastic.engines.model.compiled import compiles
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,3 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 logger.warning("the FLOPs of the model are not counted: %s: %s", func, error)
                 self.flops = None
         return result
-
-
-def compiles() -> bool:
-    """Has this process called torch.compile, or compiled a module? Each call names its backend in torch's table, which
-    has a nameless entry from the start."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and any(backend for backend in dynamo.cached_backends.values())

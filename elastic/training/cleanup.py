@@ -14,7 +14,7 @@ import torch
 
 from elastic.core.settings import RunSettings
 from elastic.engines.base import EngineKind
-from elastic.engines.flop_count import compiles
+from elastic.engines.model.compiled import compiles, guard_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ def warm_up(kind: EngineKind, settings: RunSettings | None = None) -> None:
     if _warm:
         return
     _warm = True
+    guard_ranks()
     kind.warm_up(settings)
     for name in _IMPORTED_LATE:
         importlib.import_module(name)

@@ -23,9 +23,9 @@ from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import forget_graphs, hollow_out, release_engine
-from elastic.engines.flop_count import compiles
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
+from elastic.engines.model.compiled import compiles
 from elastic.engines.model.cuts import Cuts
 from elastic.engines.model.shared_layers import explain
 from elastic.engines.model.update_rates import scaled_rates, updating
