@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter
+from elastic.comm.process_group import await_dropped
 from elastic.comm.rendezvous import host_store
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
@@ -70,6 +71,9 @@ class SilentCoordinator:
 
     def moved(self, over: bool = False) -> None:
         """Nobody watches for hangs."""
+
+    def passes(self, described: Sequence[Any]) -> None:
+        """Nobody joins."""
 
     def memory_lost(self, reason: str) -> None:
         logger.warning("no snapshots in memory: %s", reason)
@@ -229,3 +233,5 @@ def _rendezvous(rank: int, world_size: int) -> Rendezvous:
 def _leave(generation: Generation) -> None:
     generation.close()
     context.uninstall(generation)
+    # Python waits for no thread any more, and gloo ends a process that ends amid of it by SIGABRT.
+    await_dropped()
