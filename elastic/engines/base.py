@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elastic.core.generation_spec import GenerationSpec
     from elastic.core.settings import RunSettings
     from elastic.engines.live_state import Fragment, ShardedState
+    from elastic.engines.model.precision import Precision
 
 # AnomalySettings.policy.
 Nonfinite = Literal["stop", "skip", "rollback"]
@@ -205,6 +206,11 @@ class Engine(Witness, Detachable, Protocol):
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """A forward pass without collectives, in a step that is abandoned. Where that takes weights of other ranks: the
         zeros in the shape of the last pass; RuntimeError where there was none."""
+        ...
+
+    def precision(self) -> Precision | None:
+        """In which the model would make the same forward pass by itself, before an engine is built on it. None where it
+        would be another one: its weights or its layers are shared out."""
         ...
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:

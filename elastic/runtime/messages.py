@@ -51,7 +51,7 @@ class Beat:
 @dataclass(frozen=True)
 class Item:
     """One message of a worker. `kind` is "event", "step", "restored", "shard", "moved", "save_left_out", "cadence",
-    "replica_moved" or "function_left"; `number` counts the worker's messages from 1."""
+    "replica_moved", "function_left", "passes" or "rehearsed"; `number` counts the worker's messages from 1."""
 
     kind: str
     data: Any

@@ -22,6 +22,7 @@ from elastic.training.data.loader import ElasticLoader, elapsing_epochs
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
 from elastic.training.in_loop import kept
+from elastic.training.in_loop.ahead import initializes
 from elastic.training.in_loop.assembly import Given, assemble
 from elastic.training.session import Phase
 
@@ -66,6 +67,7 @@ def initialize(
     Raises UsageError (ModelMismatch for a checkpoint of another model).
     """
     refuse_arguments(args, model, mpu, mesh_param, distributed_port)
+    initializes(model)
     generation = _generation()
     scope = generation.scope
     scope.check()

@@ -18,6 +18,7 @@ from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import GenerationEnded, UsageError
 from elastic.engines.base import Engine, StepOutcome
 from elastic.training import rng
+from elastic.training.in_loop.passes import PassLog
 from elastic.training.in_loop.step_share import StepShare, Unfinished
 from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
@@ -62,6 +63,7 @@ class ElasticEngine:
         self._begins_again: str | None = None
         self._buffers = PaddingBuffers()
         self._rates = Rates()
+        self._passes = PassLog()
         self._watch_calls: Callable[[CollectiveCall], None] | None = None
         self._measures = StepMeasures(scope.device)
         self.open(engine, scope, steps, state, share, watch, audit)
@@ -129,6 +131,7 @@ class ElasticEngine:
         engine, progress, last = self._open(), self._steps.progress, None
         trained = progress is not None and progress.active is not None and engine.module.training
         if progress is not None and trained:
+            self._passes.note(engine, inputs, kwargs)
             self._before_forward(progress)
             last = progress.on_last_batch
         with self._scope.translating(), self._measures.forward() if trained else nullcontext():
@@ -423,6 +426,7 @@ class ElasticEngine:
             report = replace(report, audit=self._audit.take())
         self._grad_norm = report.grad_norm
         self._steps.step_finished(report, outcome.applied)
+        self._passes.step_finished(self._scope)
 
     def _judged(self, loss: float, outcome: StepOutcome) -> BadStep | None:
         """What is wrong with the step just made, where it was skipped. Raises GenerationEnded, on every rank, where the

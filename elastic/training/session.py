@@ -202,6 +202,10 @@ class Coordinator(Protocol):
         from any thread. `over`: all steps of the run are done and saved, and whatever follows may take its time."""
         ...
 
+    def passes(self, described: Sequence[Any]) -> None:
+        """What forward passes of training look like, as JSON, for workers that join: see `in_loop.passes`."""
+        ...
+
     def memory_lost(self, reason: str) -> None:
         """No more snapshots are taken into memory in this generation. `reason` is empty where another rank has it."""
         ...

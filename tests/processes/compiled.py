@@ -68,7 +68,7 @@ def train(config: dict[str, Any]) -> None:
     )
     if by == "engine":
         engine.compile(backend=counting)
-    crew.told["starts"] = 1
+    crew.told["starts"], crew.told["ahead"] = 1, len(graphs)
     seen: dict[int, int] = {}
     for _ in elastic.epochs():
         for x, y in loader:

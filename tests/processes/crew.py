@@ -287,6 +287,9 @@ class Training:
                 servers = config.get("servers")
                 return None if servers is None else (servers[spec.nodes[spec.rank]], TOKEN)
 
+            def passes(self, described: Any) -> None:
+                told["passes"] = described
+
             def committed(self, manifest: Any) -> None:
                 point(f"committed step {manifest.step}")
 
@@ -323,7 +326,7 @@ class Training:
             if self._call is None or self._called != (fn, config):
                 self._call = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
                 self._called = (fn, config)
-            runner, result = self._call.run(_ahead(runner) if config.get("ahead") else runner)
+            runner, result = self._call.run(_ahead(runner, config) if config.get("ahead") else runner)
         else:
             result = runner.run(function, config)
         self._left(runner, result)
@@ -366,13 +369,14 @@ class Training:
         )
 
 
-def _ahead(runner: Any) -> Any:
+def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
     from elastic.engines.select import engine_kind
     from elastic.training.in_loop.ahead import Ahead
 
-    def first() -> Any:
+    def first(rehearsal: Any) -> Any:
         point("waits")
         return runner
 
     spec = runner.spec
-    return Ahead(spec.run_id, spec.seed, engine_kind(spec.engine), first)
+    kind, passes = engine_kind(spec.engine), config.get("passes", ())
+    return Ahead(spec.run_id, spec.seed, kind, first, lambda: passes, point)

@@ -49,6 +49,40 @@ def test_a_compiled_model_goes_through_other_world_sizes(
         assert len(set(survivor["graphs"].values())) == 1, "nothing is compiled again"
 
 
+REHEARSED = [
+    ({"stage": 1, "dropout": 0.1}, "wrapped"),
+    pytest.param({"stage": 0}, "in place", marks=pytest.mark.slow),
+    pytest.param({"stage": 2}, "part", marks=pytest.mark.slow),
+    ({"engine": "fsdp2", "dropout": 0.1}, "part"),
+    pytest.param({"engine": "fsdp2", "fsdp2": {"param_dtype": "bfloat16"}}, "part", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("config", "by"), REHEARSED)
+def test_a_worker_that_joins_has_compiled_before(crew: Crew, tmp_path: Path, config: dict[str, Any], by: str) -> None:
+    """It makes the passes of the others, as they have told them; the losses are those of a worker that has not."""
+    ahead = {**config, "by": by, "in_loop": True, "ahead": True}
+    parts: list[Run] = []
+    for name, newcomer in (("cold", ahead), ("warm", {**ahead, "passes": True})):
+        crew.replace(2)
+        url = tmp_path / name
+        begun = through(crew, url, ahead, [((0, 1), 3)])
+        if "passes" in newcomer:
+            newcomer["passes"] = begun.outcomes[0].told["passes"]
+        parts.append(through(crew, url, newcomer, [((0, 1, 2), None)]))
+        told = parts[-1].outcomes[-1].told
+        assert min(told["graphs"].values()) > 0
+        if name == "warm":
+            (said,) = [point for point in crew.members[2].points if "ahead of joining" in point]
+            assert said.startswith("made ")
+            assert told["ahead"] == max(told["graphs"].values()), "nothing is compiled in the generation"
+        else:
+            assert told["ahead"] == 0
+    cold, warm = parts
+    assert _distance(cold.losses, warm.losses) == 0.0
+    assert _distance(cold.state, warm.state) == 0.0
+
+
 @pytest.mark.parametrize(
     ("config", "by"), [({"stage": 1}, "wrapped"), ({"stage": 2}, "part"), ({"engine": "fsdp2"}, "part")]
 )

@@ -97,6 +97,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
     dtype = torch.bfloat16 if config.get("dtype") == "bf16" else torch.float32
     data = Numbers(config["size"], dtype)
     model = Small(config.get("dropout", 0.1))
+    if config.get("compiled"):
+        model.compile(backend="aot_eager")
     optimizer: torch.optim.Optimizer
     if config.get("optimizer") == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

@@ -9,6 +9,7 @@ changes its order of additions three times), and by no more than CEILING whateve
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -60,6 +61,12 @@ CASES = [
         id="fsdp2-copies-fp32-adamw-dropout-memory",
         marks=[pytest.mark.slow],
     ),
+    pytest.param(
+        {"stage": 1, "dtype": "fp32", "optimizer": "adamw", "dropout": 0.1, "compiled": True},
+        "memory",
+        id="compiled-stage1-fp32-adamw-dropout-memory",
+        marks=[pytest.mark.slow],
+    ),
 ]
 
 
@@ -88,6 +95,9 @@ def test_a_run_through_killed_and_added_nodes_is_the_undisturbed_run(
     left = run.decisions("function-left")
     assert all("back over the end of an epoch" in reason for reason in left), left
     assert left or calls == {"1"}, "a process that stayed has called its function again"
+    rehearsed = run.decisions("rehearsed")
+    assert len(rehearsed) == (2 if config.get("compiled") else 0), rehearsed
+    assert all(re.search(r"made \d forward .* graphs: [1-9]", said) for said in rehearsed), rehearsed
 
     still = undisturbed.train(run.config, 2, tmp_path / "four", 4)
     other = undisturbed.train(run.config, 2, tmp_path / "two", 2)

@@ -27,6 +27,7 @@ from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 from elastic.engines.model.compiled import compiles
 from elastic.engines.model.cuts import Cuts
+from elastic.engines.model.precision import Precision
 from elastic.engines.model.shared_layers import explain
 from elastic.engines.model.update_rates import scaled_rates, updating
 from elastic.engines.model.whole_gradients import WholeGradients
@@ -42,6 +43,8 @@ class DeepSpeedAdapter:
     """Implements `elastic.engines.base.Engine`."""
 
     name = "deepspeed"
+    # By `forward` alone.
+    _calls_module = True
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class DeepSpeedAdapter:
         self.judged = self._nonfinite is None or self._nonfinite.judged
         # Stage 3 gathers weights within the forward pass; tokens go to the ranks that have their experts.
         self._gathers = native.zero_optimization_partition_weights() or native.has_moe_layers
+        self._hooks_called = self._calls_module and not self._gathers and _take_hooks(native)
         self._output = LastOutput()
         self.ledger = CollectiveLedger(self.device, {self.data_group: "dp"})
         self._whole_gradients: WholeGradients | None = None
@@ -92,12 +96,16 @@ class DeepSpeedAdapter:
             self._last = last
             if self._began_s is None:
                 self._began_s = self.ledger.waited_s
+        if self._hooks_called:
+            self.native._forward_prologue(inputs, named)
         try:
             output = self.native(*inputs, **named)
         except Exception as error:
             if self._whole_gradients is not None:
                 explain(error, self.native.autotp_size())
             raise
+        if self._hooks_called:
+            self.native._forward_epilogue()
         return self._output.seen(output) if self._gathers else output
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -105,6 +113,12 @@ class DeepSpeedAdapter:
             # Without the engine, which would prepare a backward pass.
             return self.module(*inputs, **named)
         return self._output.zeros()
+
+    def precision(self) -> Precision | None:
+        if self._gathers or self._whole_gradients is not None:
+            return None
+        native = self.native
+        return Precision.of(self.module, native.torch_autocast_dtype() if native.torch_autocast_enabled() else None)
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
         if not self._kept_sums.restore():
@@ -232,3 +246,20 @@ def _group_of_copies() -> Any:
     from deepspeed.utils import groups
 
     return groups._get_zero_param_intra_parallel_group()
+
+
+def _take_hooks(native: Any) -> bool:
+    """Whether `_forward_prologue` and `_forward_epilogue` are to be called around a forward pass.
+
+    DeepSpeed has hooks on the model for it. Of a model that is compiled in place torch traces them, too, in the first
+    pass of each engine, which takes ten times as long as the pass; without hooks the model alone is compiled,
+    and a worker that joins has done so before. They stay where they matter to who calls the model itself: inputs are
+    cast in them, at stage 3 weights are watched.
+    """
+    hooks = (native.module_forward_pre_hook, native.module_forward_post_hook)
+    if native.fp16_auto_cast() or None in hooks:
+        return False
+    for hook in hooks:
+        hook.remove()
+    native.module_forward_pre_hook = native.module_forward_post_hook = None
+    return True

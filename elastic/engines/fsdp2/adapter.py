@@ -39,6 +39,7 @@ from elastic.engines.json_values import decode, encode
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 from elastic.engines.model.extra_state import install_modules, read_modules
+from elastic.engines.model.precision import Precision
 from elastic.engines.model.update_rates import scaled_rates
 from elastic.engines.model.whole_gradients import WholeGradients
 
@@ -101,6 +102,12 @@ class Fsdp2Engine:
     def get_global_grad_norm(self) -> float | None:
         """Of the last step, before clipping."""
         return None if self._norm is None else float(self._norm)
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """What passes compute in; None: in what the weights are."""
+        name = self._resolved.native["param_dtype"]
+        return None if name is None else getattr(torch, name)
 
     def gradient_accumulation_steps(self) -> int:
         return self._resolved.micro_steps
@@ -184,6 +191,15 @@ class Fsdp2Adapter:
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return self._output.zeros()
+
+    def precision(self) -> Precision | None:
+        if self._meshes.lanes > 1 or self._meshes.experts is not None:
+            return None
+        found = Precision.of(self.module)
+        if (computes := self.native.param_dtype) is None:
+            return found
+        kept = {name: buffer.dtype for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
+        return Precision(computes, kept, casts_inputs=True)
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> torch.Tensor:
         if not self._begun:

@@ -191,6 +191,11 @@ class ControllerActor:
         await self._begun()
         return await self._executor.snapshots.wait_for(identifier)
 
+    async def passes(self) -> Sequence[Any]:
+        """What forward passes of training look like, for a worker that is to join; nothing where nobody has told."""
+        await self._begun()
+        return self._loop.passes
+
     async def _begun(self) -> None:
         """Wait for the start. Raises ElasticError with its cause where it has failed."""
         await self._ready.wait()

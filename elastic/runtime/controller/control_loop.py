@@ -35,6 +35,7 @@ from elastic.runtime.controller.progress import (
     figures,
     function_left_record,
     left_out_record,
+    rehearsed_record,
     replica_moved_record,
     unfinished_step_record,
 )
@@ -71,6 +72,8 @@ class ControlLoop:
         self.telemetry = old.telemetry(settings, self.clock.now(), journal.note)
         self.heartbeats = HeartbeatTable(settings.failures, lambda: self.state, self.telemetry, emit, self.clock.now)
         self.fenced = 0
+        # What workers that join may rehearse, as the newest rank 0 has told.
+        self.passes: Sequence[Any] = ()
         self._incidents = IncidentBook(journal.note, settings.run_id)
         self._stragglers = StragglerWatch(settings.stragglers)
         self._stragglers.begin(old.state.generation, old.state.members)
@@ -204,11 +207,15 @@ class ControlLoop:
             self._take_shard(item.data)
         elif item.kind == "function_left":
             self._records.note(function_left_record({**item.data, **self._place(), "step": self.telemetry.step}))
+        elif item.kind == "rehearsed":
+            self._records.note(rehearsed_record({**item.data, **self._place(), "step": self.telemetry.step}))
         elif _generation_of(item) != self.state.generation:
             # Reports of steps that were rolled back, or are in the journal already.
             logger.debug("a %s report of generation %d came late", item.kind, _generation_of(item))
         elif item.kind == "step":
             self._reported(self.telemetry.report(item.data, now), now)
+        elif item.kind == "passes":
+            self.passes = item.data["passes"]
         elif item.kind == "moved":
             self.telemetry.watch.moved(item.data["generation"], now, over=bool(item.data["over"]))
             self._set_up_moved(worker, now)

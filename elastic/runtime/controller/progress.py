@@ -124,6 +124,18 @@ def function_left_record(told: Mapping[str, Any]) -> records.Decision:
     )
 
 
+def rehearsed_record(told: Mapping[str, Any]) -> records.Decision:
+    """The journal's record of the passes that a worker has made before it joined."""
+    return records.decision(
+        "rehearsed",
+        f"worker {told['worker']} {told['what']}",
+        step=told["step"],
+        generation=told["generation"],
+        world_size=told["world_size"],
+        data={"worker": told["worker"]},
+    )
+
+
 def unfinished_step_record(restore: Mapping[str, Any], world_size: int) -> records.Decision | None:
     """The journal's record of a step that was lost within: whether survivors keep what they had computed of it. None
     where they had computed nothing. `restore` is the record of that type."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,16 @@ if TYPE_CHECKING:
     from elastic.core.policy.device_health import Fault
     from elastic.runtime.messages import Assembled
     from elastic.runtime.worker.ray_coordinator import RayCoordinator
+    from elastic.training.in_loop.rehearsal import Rehearsal
     from elastic.training.loop import GenerationRunner
     from elastic.training.result import GenerationResult
 
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.2
+# A worker that waits for its first generation asks for passes to rehearse so often, and for so long.
+_REHEARSES_EVERY_S = 10.0
+_PASSES_LIMIT_S = 5.0
 # A holder that sends no byte for this long counts as gone.
 _READ_TIMEOUT_S = 10.0
 # Of the limit for a worker's start: imports and kernels come before.
@@ -275,23 +279,42 @@ class WorkerActor:
                 runner = self._taken()
                 self._left(runner, runner.run(self._function, self._entry.config))
         call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
-        first = Ahead(settings.run_id, settings.seed, engine_kind(settings.engine), self._first)
+        kind = engine_kind(settings.engine)
+        first = Ahead(settings.run_id, settings.seed, kind, self._first, self._passes, self._rehearsed)
         self._left(*call.run(first))
         while True:
             self._left(*call.run(self._taken()))
 
-    def _first(self) -> GenerationRunner:
+    def _first(self, rehearsal: Rehearsal | None) -> GenerationRunner:
+        """`rehearsal`: had nothing to rehearse so far. A spare waits from before the run's first step."""
         self._set_up.set()
+        while rehearsal is not None and not rehearsal.over:
+            try:
+                return self._taken(_REHEARSES_EVERY_S)
+            except queue.Empty:
+                rehearsal()
         return self._taken()
+
+    def _passes(self) -> Sequence[Any]:
+        """Those that others make. None where the controller does not answer: the first step compiles, then."""
+        try:
+            found: Sequence[Any] = ray.get(self._controller.passes.remote(), timeout=_PASSES_LIMIT_S)
+        except (ray.exceptions.RayError, OSError) as error:
+            logger.debug("the controller tells no passes: %s", error)
+            return ()
+        return found
+
+    def _rehearsed(self, what: str) -> None:
+        self._outbox.put(Item("rehearsed", {"worker": self._worker, "what": what}))
 
     def _next(self, runner: GenerationRunner, result: GenerationResult) -> GenerationRunner:
         """The user's function stays in its loop; for the controller this worker has left the generation."""
         self._left(runner, result)
         return self._taken()
 
-    def _taken(self) -> GenerationRunner:
-        """The next generation, once there is one."""
-        runner = self._work.get().runner
+    def _taken(self, limit_s: float | None = None) -> GenerationRunner:
+        """The next generation, once there is one. Raises queue.Empty after `limit_s`."""
+        runner = self._work.get(timeout=limit_s).runner
         if self._flush_output is not None:
             begin_generation(runner.spec.generation, runner.spec.rank, runner.spec.world_size)
         return runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -112,6 +112,9 @@ class RayCoordinator:
 
     def moved(self, over: bool = False) -> None:
         self._outbox.put(Item("moved", {"over": over, **self._place()}, urgent=over, replay=over))
+
+    def passes(self, described: Sequence[Any]) -> None:
+        self._outbox.put(Item("passes", {"passes": list(described), **self._place()}, urgent=False, replay=True))
 
     def memory_lost(self, reason: str) -> None:
         self._memory_works = False

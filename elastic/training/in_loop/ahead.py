@@ -8,11 +8,12 @@ without waiting: libraries ask it everywhere, and it is before anything is done 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,12 @@ from elastic.engines import foreign_loops
 from elastic.engines.base import EngineKind
 from elastic.training import context
 from elastic.training.generation import public_initialize
+from elastic.training.in_loop.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
     from elastic.training.loop import GenerationRunner
+
+logger = logging.getLogger(__name__)
 
 # What `ProcessGroup.join` sets.
 _VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
@@ -42,23 +46,37 @@ _WAITING = frozenset({"threading", "queue", "concurrent.futures._base", "asyncio
 
 @dataclass(frozen=True)
 class Ahead:
-    """`first` returns this process's first generation; it may be waited for long."""
+    """`first` returns this process's first generation; it may be waited for long, and `meanwhile` is then called every
+    now and then until it says that it is over. `passes` are those that others make (`in_loop.passes`), as far as they
+    have told; `rehearsed` is given what came of making them here."""
 
     run_id: str
     seed: int
     kind: EngineKind
-    first: Callable[[], GenerationRunner]
+    first: Callable[[Rehearsal | None], GenerationRunner]
+    passes: Callable[[], Sequence[Any]] = tuple
+    rehearsed: Callable[[str], None] = logger.info
+
+    def awaited(self, model: Any) -> GenerationRunner:
+        """The first generation. `model`: is to be trained in it, where that is known already."""
+        if model is None:
+            return self.first(None)
+        rehearsal = Rehearsal(model, self.passes, self.rehearsed)
+        rehearsal()
+        return self.first(None if rehearsal.over else rehearsal)
 
 
 class _Gate:
     """Closed until the function needs its generation; `join` is called once, on the thread that made the gate."""
 
-    def __init__(self, join: Callable[[], None], asked: Callable[[], None]) -> None:
+    def __init__(self, join: Callable[[Any], None], asked: Callable[[], None]) -> None:
         self._join = join
         self.asked = asked
         self._thread = threading.get_ident()
         self._joined = threading.Event()
         self._open = False
+        # What `elastic.initialize` was given, where that is what asks.
+        self.model: Any = None
 
     def pass_through(self) -> None:
         if threading.get_ident() != self._thread:
@@ -66,7 +84,7 @@ class _Gate:
             self._wait_for_training_thread()
         elif not self._open:
             self.open()
-            self._join()
+            self._join(self.model)
             self._joined.set()
 
     def open(self) -> None:
@@ -114,6 +132,12 @@ class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run 
         return _PLAIN.__getitem__(self, key)
 
 
+def initializes(model: Any) -> None:
+    """`elastic.initialize` is about to ask for the generation."""
+    if _gate is not None:
+        _gate.model = model
+
+
 def _waits(thread: int) -> bool:
     frame = sys._current_frames().get(thread)
     return frame is not None and frame.f_globals.get("__name__") in _WAITING
@@ -139,9 +163,10 @@ def _watch(gate: _Gate | None) -> None:
 
 
 @contextmanager
-def until_needed(ahead: Ahead, join: Callable[[], None], asked: Callable[[], None]) -> Iterator[None]:
-    """Within it, `join` is called by the first thing that needs the generation. It installs and joins one, or raises
-    what the function is to be left with. `asked` is called where that thing may tell the function its rank."""
+def until_needed(ahead: Ahead, join: Callable[[Any], None], asked: Callable[[], None]) -> Iterator[None]:
+    """Within it, `join` is called by the first thing that needs the generation, with the model where that is
+    `elastic.initialize`. It installs and joins one, or raises what the function is to be left with. `asked` is called
+    where that thing may tell the function its rank."""
     foreign_loops.refuse(ahead.kind.name)
     gate = _Gate(join, asked)
 

@@ -84,7 +84,7 @@ class FunctionCall:
             result = self._called_ahead(begins) if isinstance(begins, Ahead) else self._called(begins)
             if self._runner is None:
                 assert isinstance(begins, Ahead)
-                begins = begins.first()
+                begins = begins.first(None)
                 continue
             survived = result.kind in _SURVIVED and not self._current.generation.scope.last
             if self._handles is not None and self._reason is None and survived:
@@ -119,7 +119,7 @@ class FunctionCall:
         """Without a generation still, the function is to be called in one: it raised what it may not raise there."""
         seed_build(ahead.seed)
         try:
-            with until_needed(ahead, lambda: self._enter(ahead.first()), self.rank_asked):
+            with until_needed(ahead, lambda model: self._enter(ahead.awaited(model)), self.rank_asked):
                 self._call()
                 # It may have needed none.
                 context.current()

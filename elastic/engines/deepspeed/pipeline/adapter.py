@@ -23,6 +23,9 @@ _OBSTACLE = "a pipeline's stages have other layers in another world, and its mod
 class PipelineAdapter(DeepSpeedAdapter):
     """Implements `elastic.engines.base.Pipelined`."""
 
+    # DeepSpeed does, in `train_batch`.
+    _calls_module = False
+
     def __init__(self, native: Any, nonfinite: str | None = None, belongings: Belongings | None = None) -> None:
         super().__init__(native, nonfinite, belongings)
         self.ledger.name_axis(native.grid.get_pipe_parallel_group(), "pp")
