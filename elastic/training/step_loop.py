@@ -24,6 +24,7 @@ from elastic.training.data.stream.finite import Course
 from elastic.training.data.stream.repeated import RepeatedSteps
 from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.result import BadStep
+from elastic.training.saving.requests import SaveRequests
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase, Stop
@@ -133,6 +134,7 @@ class StepLoop:
         scope: GenerationScope,
         plan: StepPlan,
         snapshots: Snapshots,
+        requests: SaveRequests,
         take_metrics: Callable[[], Mapping[str, Any]],
         repeated: RepeatedSteps | None = None,
         before_first: Callable[[], None] | None = None,
@@ -155,7 +157,7 @@ class StepLoop:
         # The loop that runs over epochs ends the run: what it does after the last epoch belongs to the last step.
         self.ended_by_epochs = False
         self._repeated = repeated
-        self._save_asked = False
+        self._requests = requests
         # By a function that has returned, here or elsewhere.
         self._ended = False
         self._open_step: FinishedStep | None = None
@@ -299,7 +301,7 @@ class StepLoop:
         if self.progress is None:
             return
         if self._open_step is not None or not self.progress.complete or not self._shares.whole:
-            self._save_asked = True
+            self._requests.ask()
         elif self._scope.step > 0:
             self._save()
 
@@ -369,6 +371,7 @@ class StepLoop:
         if done is None:
             return
         snapshots = self._saving()
+        self._requests.announce()
         with self._scope.translating():
             stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied)
         report = replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics())
@@ -376,8 +379,9 @@ class StepLoop:
         snapshots.start()
         with self._scope.translating():
             self._shares.closed(report)
-        if self._save_asked and self._shares.whole:
-            self._save_asked = False
+            due = self._requests.due()
+        if due and self._shares.whole:
+            self._requests.made()
             self._save()
 
     def _boundary(self) -> None:

@@ -237,3 +237,16 @@ def test_functions_that_count_steps_by_themselves_end_together(crew: Crew, tmp_p
         assert ended == ("finished", steps, True), outcome.result.traceback
         assert [report.step for report in outcome.reports] == list(range(4, steps + 1))
     assert CheckpointStore(str(tmp_path), "run").list()[0].step == steps
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 4, 6, 8]), (5, [4, 5, 8])])
+def test_a_save_by_a_counter_is_that_of_rank_0(crew: Crew, tmp_path: Path, every: int, steps: list[int]) -> None:
+    """A worker that joins counts from its own beginning. Seen: the others' save met its reduction, and gloo ended a
+    process, again in each generation."""
+    config = {"url": str(tmp_path), "every": every, "in_loop": True}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
+    store = CheckpointStore(str(tmp_path), "run")
+    crew.run([0, 1], "saves_by_a_counter", config, end_at=4, **more)
+    grown = crew.run([0, 1, 2], "saves_by_a_counter", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert sorted(each.step for each in store.list()) == steps

@@ -701,6 +701,19 @@ def ends_by_itself(config: dict[str, Any]) -> None:
     engine.save_checkpoint("by the script")
 
 
+def saves_by_a_counter(config: dict[str, Any]) -> None:
+    """As HelloDeepSpeed does, at every `config["every"]` of its own steps."""
+    _, _, engine, loader = _without_schedule()
+    counter = 0
+    for _ in elastic.epochs():
+        for batch in loader:
+            last = engine.is_gradient_accumulation_boundary()
+            one_pass(engine, batch)
+            counter += last
+            if last and counter % config["every"] == 0:
+                assert engine.save_checkpoint("of its own", client_state={"counter": counter})
+
+
 def by_deepspeeds_adam(config: dict[str, Any]) -> None:
     """DeepSpeed's own Adam, in stage 0, where every rank updates all weights."""
     adam = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.999]}}

@@ -319,6 +319,20 @@ def counts_by_itself(config: dict[str, Any]) -> None:
         engine.step()
 
 
+def saves_by_itself(config: dict[str, Any]) -> None:
+    """At every fourth step by a variable of this function, which begins with 0 on a worker that joins."""
+    engine, loader, _ = build(config)
+    counter = 0
+    for _ in elastic.epochs():
+        for x, y in loader:
+            last = engine.is_gradient_accumulation_boundary()
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+            counter += last
+            if last and counter % 4 == 0:
+                engine.save_checkpoint("of its own")
+
+
 def restores_slowly(config: dict[str, Any]) -> None:
     """Storage is slow from the second generation on: `part_s` for every few bytes of a shard."""
     if elastic.get_context().generation > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_cluster import LocalCluster
@@ -84,6 +85,23 @@ def test_a_run_whose_functions_count_by_themselves_ends_once(cluster: LocalClust
     assert CheckpointStore(run.url, "run").list()[0].step == last
     assert [incident["kind"] for incident in run.incidents()][:2] == ["node-lost"] * 2
     assert {incident["kind"] for incident in run.incidents()[2:]} == {"resize"}
+
+
+@pytest.mark.parametrize("memory", [{"every_steps": 1}, None], ids=["memory", "storage"])
+def test_a_run_whose_functions_save_by_a_counter_loses_nobody_by_it(
+    cluster: LocalCluster, tmp_path: Path, memory: dict[str, Any] | None
+) -> None:
+    """4 to 3 to 2 to 4 workers. Seen: the saves of those that stayed met the reductions of those that joined."""
+    every = None if memory else 5
+    run = Run(cluster, tmp_path, "loops:saves_by_itself", memory=memory, every_steps=every, keep_last=50, config={})
+    four_three_two_four(run)
+    assert [incident["kind"] for incident in run.incidents()][:2] == ["node-lost"] * 2
+    assert {incident["kind"] for incident in run.incidents()[2:]} == {"resize"}
+    assert run.decisions("function-left") == []
+    saved = {ref.step for ref in CheckpointStore(run.url, "run").list()}
+    by_itself = saved - set(range(5, 100, 5)) if every else saved
+    assert len(by_itself) >= 4, saved
+    run.assert_whole()
 
 
 def test_a_stopped_run_goes_on_from_the_newest_checkpoint_that_is_good(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.generation_spec import GenerationSpec
 from elastic.training.local import SilentCoordinator
+from elastic.training.saving.requests import SaveRequests
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.step_loop import StepLoop
+from elastic.training.user.state import State
 
 CUDA = torch.device("cuda", 0)
 
@@ -93,7 +95,7 @@ def test_a_steps_report_has_the_wait_of_the_stream_for_the_snapshot_before(
 
     monkeypatch.setattr(snapshots._copier, "fence", fence)
     plan = StepPlan(4, 4, 1, 0, 100, None, 1)
-    steps = StepLoop(scope, plan, snapshots, dict)
+    steps = StepLoop(scope, plan, snapshots, SaveRequests(scope, State(), snapshots, apart=False), dict)
     for number in (1, 2):
         assert steps.advance()
         assert steps.progress is not None

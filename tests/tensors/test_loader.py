@@ -22,9 +22,11 @@ from elastic.core.generation_spec import GenerationSpec
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
 from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.local import SilentCoordinator
+from elastic.training.saving.requests import SaveRequests
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Stop
 from elastic.training.step_loop import StepLoop
+from elastic.training.user.state import State
 
 
 class Recorded:
@@ -133,7 +135,7 @@ def make(
     data = Recorded(size)
     reader = BatchReader(data, plan, SampleOrder(size, 0), step, collate_fn or (lambda items: items))
     saver: Any = Saver(scope)
-    steps = StepLoop(scope, plan, saver, take_metrics=dict)
+    steps = StepLoop(scope, plan, saver, SaveRequests(scope, State(), saver, apart=False), take_metrics=dict)
     return scope, Engine(scope, steps, saver), ElasticLoader(scope, steps, reader), data
 
 

@@ -133,6 +133,23 @@ def test_every_rank_takes_part_also_one_that_was_dealt_nothing(nbytes: int) -> N
     assert rank.lost == []
 
 
+def test_a_save_that_the_script_asks_for_is_told_with_a_snapshot() -> None:
+    """Until it is known that the script asks at all: then each step has an exchange for it."""
+    rank, exchanges = Rank(), list[bool]()
+    rank.state.agreement.any = lambda flag: exchanges.append(flag) or flag
+    rank.step()
+    assert not rank.snapshots.asked_for(False)
+    rank.snapshots.asks = True
+    assert not rank.snapshots.asked_for(False), "no snapshot was taken since"
+    rank.step()
+    assert rank.snapshots.asked_for(False)
+    assert exchanges == []
+    rank.snapshots.asks = False
+    rank.step()
+    assert not rank.snapshots.asked_for(False)
+    assert [rank.snapshots.asked_for(True), exchanges] == [False, [False]]
+
+
 @pytest.mark.parametrize(("copied", "done"), [(True, True), (True, False), (False, True)])
 def test_memory_that_is_still_written_at_the_end_is_not_used_again(
     copied: bool, done: bool, monkeypatch: pytest.MonkeyPatch

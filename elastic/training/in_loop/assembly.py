@@ -38,6 +38,7 @@ from elastic.training.in_loop.gradient_travel import reduce_gradients
 from elastic.training.in_loop.island_state import LiveWeights
 from elastic.training.in_loop.stand_in import StandIn
 from elastic.training.in_loop.step_share import StepShare, Unfinished
+from elastic.training.saving.requests import SaveRequests
 from elastic.training.saving.resume import Resumed, catch_up, resume, run_state
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
@@ -294,6 +295,7 @@ def _opened(
         shares,
     )
     generation.closing.callback(snapshots.close)
+    requests = SaveRequests(scope, generation.state, snapshots, apart=type(shares) is not Shares)
     anomalies = scope.spec.anomalies
     watched = anomalies is not None and anomalies.policy != "off"
     watch = AnomalyWatch(engine, anomalies, state.agreement) if anomalies is not None and watched else None
@@ -305,8 +307,9 @@ def _opened(
 
     carried = resumed.carried
     steps = StepLoop(
-        scope, plan, snapshots, generation.take_metrics, repeated, before_first, course, carried, shares, taken_over
-    )
+        scope, plan, snapshots, requests, generation.take_metrics, repeated, before_first, course, carried, shares,
+        taken_over,
+    )  # fmt: skip
     # Nobody would take up what is kept of a function that is called again.
     refused = "" if generation.in_loop is None else unfinished.refused(plan, scope.spec)
     return _Opened(steps, watch, audit, reader, StepShare(engine, scope, refused, carried))

@@ -83,15 +83,19 @@ class MemoryTier:
         self._moved: str | None = None
         # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
         self._problem: str | None = None
-        self._off = False
+        self.off = False
+        # Does this rank's training function ask for a save, and has that of any rank asked?
+        self._asks = self._asked = False
         # Where ranks with the same shard are each other's replicas; and their step reports, since the last `exchange`.
         self._twins: Twins | None = None
         self._told: Mapping[str, Json] | None = None
         self._untold = False
 
-    def after_step(self, step: int, duration_s: float, whole: bool = True) -> MemoryCopy | None:
-        """Collective where a snapshot is due, or has been since the last `whole` step: others have none."""
-        if self._off:
+    def after_step(self, step: int, duration_s: float, whole: bool = True, asks: bool = False) -> MemoryCopy | None:
+        """Collective where a snapshot is due, or has been since the last `whole` step: others have none. `asks`: for a
+        save, see `take_asked`."""
+        self._asks = asks
+        if self.off:
             return None
         self._steps += 1
         busy = self._taken is not None and self._complete < self._taken
@@ -110,9 +114,14 @@ class MemoryTier:
             self._costs.snapshot(time.perf_counter() - began)
         return copy
 
+    def take_asked(self) -> bool:
+        """Had any rank asked for a save when they last agreed on a snapshot? The same on all ranks; once."""
+        asked, self._asked = self._asked, False
+        return asked
+
     def at_end(self, step: int) -> MemoryCopy | None:
         """The generation ends as planned with this step. Collective."""
-        if self._off or self._taken == step or not self._ready(_LAST_WAIT_S):
+        if self.off or self._taken == step or not self._ready(_LAST_WAIT_S):
             return None
         return self._capture(step)
 
@@ -147,7 +156,7 @@ class MemoryTier:
         """Collective. True when every rank takes a snapshot of this step. Raises CollectiveFailed where their copies of
         what is replicated have drifted apart: the way back is the same as from a lost peer."""
         ready = self._agree()
-        if not ready and wait_s and not self._off:
+        if not ready and wait_s and not self.off:
             self._await_last(wait_s)
             ready = self._agree()
         return ready
@@ -162,14 +171,16 @@ class MemoryTier:
         own = (
             self._complete,
             self._problem is None,
+            not self._asks,
             cost_s is not None,
             -round((cost_s or 0.0) * _MICROSECONDS),
             -round(self._costs.step_s * _MICROSECONDS),
             *self._state.marks(replicas),
         )
-        complete, works, known, cost, step, *fingerprints = self._state.agreement.least(own)
+        complete, works, unasked, known, cost, step, *fingerprints = self._state.agreement.least(own)
         # The reduction of a group that was aborted meanwhile may return this rank's own figures only.
         self._scope.check()
+        self._asked = self._asked or not unasked
         if not works:
             self._give_up()
             return False
@@ -297,7 +308,7 @@ class MemoryTier:
         return f"the snapshot of step {self._taken} is not complete after {waited_s:.0f} s: {why}"
 
     def _give_up(self) -> None:
-        self._off = True
+        self.off = True
         logger.warning(
             "no more snapshots are taken into the nodes' memory: %s", self._problem or "another rank says why"
         )

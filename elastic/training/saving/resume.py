@@ -24,6 +24,7 @@ from elastic.training.user.state import State, objects_from_json, objects_to_jso
 
 _OBJECTS = "objects"
 _FIRST_RATES = "first_rates"
+_SAVES = "saves"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, 
     return {
         **cursor.to_state(plan, scope.spec.seed, scope.step),
         **({_FIRST_RATES: list(user.first_rates)} if user.first_rates else {}),
+        **({_SAVES: True} if user.saves else {}),
         "user": user.dump(),
         _OBJECTS: objects_to_json(user.capture()),
     }
@@ -103,6 +105,7 @@ def _placed(
     scope.step = int(saved["step"])
     user.load(saved["user"])
     user.first_rates = tuple(saved.get(_FIRST_RATES, ()))
+    user.saves = bool(saved.get(_SAVES, False))
     user.load_objects(objects_from_json(saved.get(_OBJECTS, {}), state.restored), scope.device)
     here = run_state(scope, plan, user)
     # Objects may be registered later: what they are given has been verified with the tensors.

@@ -86,6 +86,8 @@ class Snapshots:
         # Was any optimizer step of this run applied? Before that there is no optimizer state.
         self._applied = scope.spec.checkpoint is not None
         self.saved_step = saved_step
+        # The training function asks for this step to be saved: told with the next snapshot in memory.
+        self.asks = False
         self._memory: MemoryTier | None = None
         if scope.spec.memory is not None and (memory := scope.coordinator.memory()) is not None:
             self._memory = MemoryTier(scope, state, run_state, scope.spec.memory, memory, own_state)
@@ -122,12 +124,19 @@ class Snapshots:
                 self._storage_due = False
                 self._to_storage_if_free(step)
             if self._memory is not None and self._applied:
-                self._note(self._memory.after_step(step, duration_s, whole))
+                self._note(self._memory.after_step(step, duration_s, whole, self.asks))
         return time.perf_counter() - began if self._pending else 0.0
 
     def delayed_s(self) -> float:
         """Seconds by which snapshots have delayed the device besides, up to its last synchronisation."""
         return self._delays.take()
+
+    def asked_for(self, at_once: bool) -> bool:
+        """Has any rank asked for this step, or for one before? Not `at_once`: it may be known with the next snapshot
+        in memory only. Collective."""
+        if at_once or self._memory is None or self._memory.off:
+            return self.agreement.any(self.asks)
+        return self._memory.take_asked()
 
     def start(self) -> None:
         """Begin the copies that were prepared. After the step was reported: a checkpoint covers reported steps only.

@@ -30,6 +30,8 @@ class State(MutableMapping[str, Any]):
         self.captured: Mapping[str, ObjectState] = {}
         # The learning rates of the run's first step (see `rates`).
         self.first_rates: tuple[float, ...] = ()
+        # The training function asks for saves.
+        self.saves = False
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
