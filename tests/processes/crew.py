@@ -379,4 +379,5 @@ def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
 
     spec = runner.spec
     kind, passes = engine_kind(spec.engine), config.get("passes", ())
-    return Ahead(spec.run_id, spec.seed, kind, first, lambda: passes, point)
+    place = config.get("place")
+    return Ahead(spec.run_id, spec.seed, kind, first, lambda: passes, point, lambda: place)

@@ -34,7 +34,12 @@ def test_a_set_up_that_asks_is_answered_as_in_a_generation(crew: Crew, tmp_path:
     outcomes = crew.run([0, 1], "sets_up_ahead", config, **MORE)
     _assert_ended(outcomes, "finished", LAST_STEP)
     nothing = [None, None]
-    told = {"nothing": nothing, "not, and copies all variables": nothing, "a thread": [[0], [1]]}.get(asks, [0, 1])
+    told = {
+        "world size": [2, 2],
+        "nothing": nothing,
+        "not, and copies all variables": nothing,
+        "a thread": [[0], [1]],
+    }.get(asks, [0, 1])
     assert [outcome.told["rank"] for outcome in outcomes] == told
     for number in (0, 1):
         points = crew.members[number].points
@@ -58,6 +63,44 @@ def test_a_survivor_that_becomes_rank_0_is_told_where_it_has_asked(
     stay = {"nothing": ((None, None), (1, 1)), STEP: ((0, 0), (1, 1))}
     assert (ranks, calls) == stay.get(asks, ((0, 2), (2, 1)))
     assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
+
+
+TELL = ["variable", "torch", "deepspeed.comm", "deepspeed.init_distributed", "world size"]
+
+
+@pytest.mark.parametrize("asks", TELL)
+def test_a_worker_that_joins_is_told_its_place_before(crew: Crew, tmp_path: Path, still: Run, asks: str) -> None:
+    """Its set-up goes on, while the others train."""
+    config = {**CONFIG, "asks": asks, "url": str(tmp_path)}
+    begun = crew.run([0, 1], "sets_up_ahead", config, end_at=2, **MORE)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    crew.replace(2)
+    # Ranks go where their state is: this is not the one that it gets.
+    grown = crew.run([0, 2, 1], "sets_up_ahead", {**config, "place": (2, 3)}, checkpoint=newest.id, **MORE)
+    _assert_ended(grown, "finished", LAST_STEP)
+    told = grown[1].told
+    assert (told["calls"], told["rank"]) == (1, 3 if asks == "world size" else 2)
+    points = crew.members[2].points
+    assert points.index("set up") < points.index("asked") < points.index("waits")
+    assert _distance(still.losses, Run(tmp_path, [begun, grown]).losses) <= 8 * FLOOR
+
+
+@pytest.mark.parametrize(("who", "place", "rank"), [([0, 1, 2], (2, 4), 2), ([2, 0, 1], (2, 3), 0)])
+def test_a_place_that_is_another_one_is_told_again(
+    crew: Crew, tmp_path: Path, still: Run, who: list[int], place: tuple[int, int], rank: int
+) -> None:
+    """Another world size, or rank 0, which does what a script does once."""
+    config = {**CONFIG, "asks": "variable", "url": str(tmp_path)}
+    begun = crew.run([0, 1], "sets_up_ahead", config, end_at=2, **MORE)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    crew.replace(2)
+    grown = crew.run(who, "sets_up_ahead", {**config, "place": place}, checkpoint=newest.id, **MORE)
+    _assert_ended(grown, "finished", LAST_STEP)
+    told = grown[who.index(2)].told
+    assert (told["calls"], told["rank"]) == (2, rank)
+    (left,) = [point for point in crew.members[2].points if point.startswith("left: ")]
+    assert left == f"left: it was told that it would be rank 2 of {place[1]}, and is rank {rank} of 3"
+    assert _distance(still.losses, Run(tmp_path, [begun, grown]).losses) <= 8 * FLOOR
 
 
 def test_the_engines_own_initialize_is_answered(crew: Crew, tmp_path: Path, still: Run) -> None:

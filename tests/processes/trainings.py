@@ -327,6 +327,7 @@ threads: list[threading.Thread] = []
 ASKS: dict[str, Callable[[], Any]] = {
     "nothing": asks_nothing,
     "variable": lambda: int(os.environ["RANK"]),
+    "world size": lambda: (int(os.environ["WORLD_SIZE"]), dist.get_world_size())[1],
     "variable, with a default": lambda: int(os.environ.get("RANK", 0)),
     "whether there is a variable": lambda: int(os.environ["RANK"]) if "RANK" in os.environ else 0,
     "torch": lambda: dist.get_rank() if dist.is_initialized() else 0,
@@ -350,6 +351,7 @@ def sets_up_ahead(config: dict[str, Any]) -> None:
     if config.get("raises", 0) >= crew.told["calls"]:
         raise ValueError("the set-up has failed")
     crew.told["rank"] = ASKS[config.get("asks", "nothing")]()
+    crew.point("asked")
     made = deepspeed.initialize if config.get("native") else elastic.initialize
     engine, _, loader, _ = made(
         model=model,

@@ -47,8 +47,10 @@ def test_a_restore_from_slow_storage_may_take_longer_than_a_join(cluster: LocalC
     assert len(run.events("RestoreProgressed")) > 3
 
 
-def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path, "loops:sets_up_while_held", scaling=ScalingSettings(1, 2))
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_path: Path, asks: bool) -> None:
+    """Also where it asks for its place first, as most scripts do."""
+    run = Run(cluster, tmp_path, "loops:sets_up_while_held", scaling=ScalingSettings(1, 2), config={"asks": asks})
     run.allow(6)
     run.start()
     run.reach(6)
@@ -65,3 +67,5 @@ def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_pa
     run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the new worker to join")
     run.finish()
     run.assert_whole()
+    assert sorted(path.read_text() for path in tmp_path.glob("told-*")) == ["0 of 2", "1 of 2", "1 of 2"] * asks
+    assert run.decisions("function-left") == []

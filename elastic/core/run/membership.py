@@ -321,3 +321,18 @@ def say_outlook(transition: Transition) -> None:
         workers -= lost
         left.append(workers)
     transition.say(outlook(_mesh_facts(transition, workers, None), left), kind="outlook")
+
+
+def expected_place(state: RunState, worker: int) -> tuple[int, int] | None:
+    """(rank, world size) of `worker` in the next generation, where that is one that grows by all who have come.
+
+    None where it is not to be told: nobody trains, it is a member, some of those who have come will stand by, or ranks
+    share a model, whose places are more than a number. The rank is not 0, which stays with the worker that has it; it
+    may become another one, as ranks go where their state is.
+    """
+    members, cells = state.members, tuple(state.settings.mesh.cells)
+    if not isinstance(state.phase, Training) or worker in members or worker not in state.fleet.workers or cells != (1,):
+        return None
+    others = sorted(other for other in state.fleet.workers if other not in members)
+    size = len(members) + len(others)
+    return (len(members) + others.index(worker), size) if size <= state.settings.scaling.max_workers else None

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
+
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.deepspeed.experts import native
@@ -52,6 +54,13 @@ class _AwaitedGroup:
     def is_initialized(self) -> bool:
         """It is where anything is done with it."""
         return True
+
+    def get_rank(self, group: Any = None) -> int:
+        """torch may have been told it already."""
+        return dist.get_rank(group)
+
+    def get_world_size(self, group: Any = None) -> int:
+        return dist.get_world_size(group)
 
     def __getattr__(self, name: str) -> Any:
         from deepspeed.comm import comm

@@ -22,6 +22,7 @@ from elastic.core import events as ev
 from elastic.core.errors import ElasticError, Fenced
 from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run import machine
+from elastic.core.run.membership import expected_place
 from elastic.core.run.phase import Finished
 from elastic.core.run.state import WorkerPhase
 from elastic.core.secrets import secret_values
@@ -195,6 +196,11 @@ class ControllerActor:
         """What forward passes of training look like, for a worker that is to join; nothing where nobody has told."""
         await self._begun()
         return self._loop.passes
+
+    async def expected_place(self, worker: int) -> tuple[int, int] | None:
+        """(rank, world size) that a worker may be told before it joins."""
+        await self._begun()
+        return expected_place(self._loop.state, worker)
 
     async def _begun(self) -> None:
         """Wait for the start. Raises ElasticError with its cause where it has failed."""

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.2
-# A worker that waits for its first generation asks for passes to rehearse so often, and for so long.
+# A worker that waits for its first generation asks for passes to rehearse so often.
 _REHEARSES_EVERY_S = 10.0
-_PASSES_LIMIT_S = 5.0
+_ANSWER_LIMIT_S = 5.0
 # A holder that sends no byte for this long counts as gone.
 _READ_TIMEOUT_S = 10.0
 # Of the limit for a worker's start: imports and kernels come before.
@@ -280,7 +280,9 @@ class WorkerActor:
                 self._left(runner, runner.run(self._function, self._entry.config))
         call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
         kind = engine_kind(settings.engine)
-        first = Ahead(settings.run_id, settings.seed, kind, self._first, self._passes, self._rehearsed)
+        first = Ahead(
+            settings.run_id, settings.seed, kind, self._first, self._passes, self._rehearsed, self._expected_place
+        )
         self._left(*call.run(first))
         while True:
             self._left(*call.run(self._taken()))
@@ -297,12 +299,20 @@ class WorkerActor:
 
     def _passes(self) -> Sequence[Any]:
         """Those that others make. None where the controller does not answer: the first step compiles, then."""
-        try:
-            found: Sequence[Any] = ray.get(self._controller.passes.remote(), timeout=_PASSES_LIMIT_S)
-        except (ray.exceptions.RayError, OSError) as error:
-            logger.debug("the controller tells no passes: %s", error)
-            return ()
+        return self._asked(self._controller.passes.remote()) or ()
+
+    def _expected_place(self) -> tuple[int, int] | None:
+        """Where the controller does not answer, the function waits for its place."""
+        found: tuple[int, int] | None = self._asked(self._controller.expected_place.remote(self._worker))
         return found
+
+    def _asked(self, answer: Any) -> Any:
+        """What only saves time; None where the controller does not answer."""
+        try:
+            return ray.get(answer, timeout=_ANSWER_LIMIT_S)
+        except (ray.exceptions.RayError, OSError) as error:
+            logger.debug("the controller has not answered: %s", error)
+            return None
 
     def _rehearsed(self, what: str) -> None:
         self._outbox.put(Item("rehearsed", {"worker": self._worker, "what": what}))

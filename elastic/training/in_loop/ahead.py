@@ -8,6 +8,7 @@ without waiting: libraries ask it everywhere, and it is before anything is done 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -48,7 +49,8 @@ _WAITING = frozenset({"threading", "queue", "concurrent.futures._base", "asyncio
 class Ahead:
     """`first` returns this process's first generation; it may be waited for long, and `meanwhile` is then called every
     now and then until it says that it is over. `passes` are those that others make (`in_loop.passes`), as far as they
-    have told; `rehearsed` is given what came of making them here."""
+    have told; `rehearsed` is given what came of making them here. `place`: the rank, never 0, and the world size that
+    the function may be told before; None: it waits for them."""
 
     run_id: str
     seed: int
@@ -56,6 +58,7 @@ class Ahead:
     first: Callable[[Rehearsal | None], GenerationRunner]
     passes: Callable[[], Sequence[Any]] = tuple
     rehearsed: Callable[[str], None] = logger.info
+    place: Callable[[], tuple[int, int] | None] = lambda: None
 
     def awaited(self, model: Any) -> GenerationRunner:
         """The first generation. `model`: is to be trained in it, where that is known already."""
@@ -69,14 +72,30 @@ class Ahead:
 class _Gate:
     """Closed until the function needs its generation; `join` is called once, on the thread that made the gate."""
 
-    def __init__(self, join: Callable[[Any], None], asked: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        join: Callable[[Any, tuple[int, int] | None], None],
+        asked: Callable[[], None],
+        place: Callable[[], tuple[int, int] | None],
+    ) -> None:
         self._join = join
+        self._place = place
+        self._asked_for_place = False
         self.asked = asked
         self._thread = threading.get_ident()
         self._joined = threading.Event()
         self._open = False
         # What `elastic.initialize` was given, where that is what asks.
         self.model: Any = None
+        # (rank, world size) that the function was told.
+        self.told: tuple[int, int] | None = None
+
+    def place(self) -> tuple[int, int] | None:
+        """What the function is told; None: it has to wait. The same answer each time."""
+        if not self._asked_for_place and threading.get_ident() == self._thread:
+            self._asked_for_place = True
+            self.told = self._place()
+        return self.told
 
     def pass_through(self) -> None:
         if threading.get_ident() != self._thread:
@@ -84,7 +103,7 @@ class _Gate:
             self._wait_for_training_thread()
         elif not self._open:
             self.open()
-            self._join(self.model)
+            self._join(self.model, self.told)
             self._joined.set()
 
     def open(self) -> None:
@@ -127,6 +146,8 @@ class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run 
 
     def __getitem__(self, key: Any) -> Any:
         if key in _VARIABLES:
+            if (told := _told(key)) is not None:
+                return told
             _pass_through()
         # Not super(): passing through has made it the plain class again.
         return _PLAIN.__getitem__(self, key)
@@ -141,6 +162,34 @@ def initializes(model: Any) -> None:
 def _waits(thread: int) -> bool:
     frame = sys._current_frames().get(thread)
     return frame is not None and frame.f_globals.get("__name__") in _WAITING
+
+
+def _told(key: str) -> str | None:
+    """The variable, where it is known before the generation."""
+    if key == "LOCAL_RANK":
+        # Each worker has one accelerator, which is the only one that it sees.
+        return "0"
+    if _gate is None or key not in ("RANK", "WORLD_SIZE") or (place := _gate.place()) is None:
+        return None
+    _gate.asked()
+    return str(place[key == "WORLD_SIZE"])
+
+
+def _answering(original: Callable[..., int], number: int) -> Callable[..., int]:
+    """`get_rank` and `get_world_size`: of the default group it is known what they will say."""
+
+    @functools.wraps(original)
+    def answer(group: Any = None) -> int:
+        if group is None and _gate is not None and (place := _gate.place()) is not None:
+            _gate.asked()
+            return place[number]
+        return original(group)
+
+    return answer
+
+
+_ASKED = {"get_rank": _answering(dist.get_rank, 0), "get_world_size": _answering(dist.get_world_size, 1)}
+_ANSWERED = {"get_rank": dist.get_rank, "get_world_size": dist.get_world_size}
 
 
 def _world(cls: Any) -> Any:
@@ -160,15 +209,20 @@ def _watch(gate: _Gate | None) -> None:
     os.environ.__class__ = _PLAIN if gate is None else _Variables
     _META.WORLD = _WORLD if gate is None else property(_world, _WORLD.fset)
     dist.is_initialized = dist.distributed_c10d.is_initialized = _IS_INITIALIZED if gate is None else _is_initialized
+    for name, function in (_ANSWERED if gate is None else _ASKED).items():
+        setattr(dist, name, function)
+        setattr(dist.distributed_c10d, name, function)
 
 
 @contextmanager
-def until_needed(ahead: Ahead, join: Callable[[Any], None], asked: Callable[[], None]) -> Iterator[None]:
+def until_needed(
+    ahead: Ahead, join: Callable[[Any, tuple[int, int] | None], None], asked: Callable[[], None]
+) -> Iterator[None]:
     """Within it, `join` is called by the first thing that needs the generation, with the model where that is
-    `elastic.initialize`. It installs and joins one, or raises what the function is to be left with. `asked` is called
-    where that thing may tell the function its rank."""
+    `elastic.initialize`, and with (rank, world size) where the function was told them. It installs and joins one, or
+    raises what the function is to be left with. `asked` is called where the function may have been told its rank."""
     foreign_loops.refuse(ahead.kind.name)
-    gate = _Gate(join, asked)
+    gate = _Gate(join, asked, ahead.place)
 
     def spec() -> Any:
         asked()

@@ -84,7 +84,7 @@ class FunctionCall:
             result = self._called_ahead(begins) if isinstance(begins, Ahead) else self._called(begins)
             if self._runner is None:
                 assert isinstance(begins, Ahead)
-                begins = begins.first(None)
+                begins = self._following or begins.first(None)
                 continue
             survived = result.kind in _SURVIVED and not self._current.generation.scope.last
             if self._handles is not None and self._reason is None and survived:
@@ -119,7 +119,7 @@ class FunctionCall:
         """Without a generation still, the function is to be called in one: it raised what it may not raise there."""
         seed_build(ahead.seed)
         try:
-            with until_needed(ahead, lambda model: self._enter(ahead.awaited(model)), self.rank_asked):
+            with until_needed(ahead, lambda model, told: self._enter(ahead.awaited(model), told), self.rank_asked):
                 self._call()
                 # It may have needed none.
                 context.current()
@@ -158,10 +158,11 @@ class FunctionCall:
         cleanup.forget(error)
         return result
 
-    def _enter(self, runner: GenerationRunner) -> None:
-        """Install and join the generation that the function waits for. One that ends meanwhile is left for the next:
-        the function has not seen it."""
+    def _enter(self, runner: GenerationRunner, told: tuple[int, int] | None) -> None:
+        """Install and join the generation that the function waits for, where it was `told` what is so. One that ends
+        meanwhile is left for the next: the function has not seen it."""
         while True:
+            self._require_as_told(runner, told)
             self._runner = runner
             context.install(runner.generation)
             try:
@@ -180,6 +181,16 @@ class FunctionCall:
                 self._unclean = result
                 raise self._leave_function("the generation was not left cleanly")
             runner = self._next_runner(runner, result)
+
+    def _require_as_told(self, runner: GenerationRunner, told: tuple[int, int] | None) -> None:
+        """Another rank is no other than one that it keeps from here on; rank 0, and the world size, are."""
+        spec = runner.spec
+        if told is None or (spec.rank != 0 and spec.world_size == told[1]):
+            return
+        why = f"it was told that it would be rank {told[0]} of {told[1]}, and is rank {spec.rank} of {spec.world_size}"
+        self._following = runner
+        self._on_left(why)
+        raise GenerationEnded(spec.generation, f"the training function is called again: {why}")
 
     # -- InLoop --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,47 @@
+"""What a worker that has not joined yet is told of its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from machine_scenario import Scenario
+
+from elastic.core import events as ev
+from elastic.core.run.membership import expected_place
+
+
+def _newcomers(scenario: Scenario) -> list[int]:
+    return [worker for worker in scenario.state.fleet.workers if worker not in scenario.state.members]
+
+
+def test_those_who_come_are_counted_on_from_the_members() -> None:
+    s = Scenario(1, 4).started(2)
+    slots = sorted(slot.id for slot in s.state.fleet.slots.values() if slot.node is None)
+    s.do(ev.SlotPlaced(slots[0], "c"))
+    (third,) = _newcomers(s)
+    assert expected_place(s.state, third) == (2, 3)
+    s.do(ev.SlotPlaced(slots[1], "d"))
+    assert [expected_place(s.state, worker) for worker in _newcomers(s)] == [(2, 4), (3, 4)]
+    assert expected_place(s.state, s.state.members[0]) is None
+    assert expected_place(s.state, 99) is None
+
+
+def test_nobody_is_told_before_the_first_generation() -> None:
+    s = Scenario(2, 2).do(ev.RunStarted(), ev.SlotPlaced(0, "a"))
+    assert expected_place(s.state, next(iter(s.state.fleet.workers))) is None
+
+
+def test_one_that_may_stand_by_is_not_told() -> None:
+    """It takes the place of one that is lost, whichever that is."""
+    s = Scenario(1, 3).started(2)
+    s.do(ev.SlotPlaced(next(slot.id for slot in s.state.fleet.slots.values() if slot.node is None), "c"))
+    (third,) = _newcomers(s)
+    fewer = replace(s.state.settings, scaling=replace(s.state.settings.scaling, max_workers=2))
+    assert expected_place(s.state, third) == (2, 3)
+    assert expected_place(replace(s.state, settings=fewer), third) is None
+
+
+def test_places_in_cells_are_not_told() -> None:
+    s = Scenario(2, 4, cell=2).started(2)
+    s.do(*(ev.SlotPlaced(slot.id, "c") for slot in list(s.state.fleet.slots.values()) if slot.node is None))
+    assert [expected_place(s.state, worker) for worker in _newcomers(s)] == [None, None]
