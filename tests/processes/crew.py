@@ -380,4 +380,4 @@ def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
     spec = runner.spec
     kind, passes = engine_kind(spec.engine), config.get("passes", ())
     place = config.get("place")
-    return Ahead(spec.run_id, spec.seed, kind, first, lambda: passes, point, lambda: place)
+    return Ahead(spec.run_id, spec.seed, kind, first, passes=lambda: passes, rehearsed=point, place=lambda: place)

@@ -69,3 +69,27 @@ def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_pa
     run.assert_whole()
     assert sorted(path.read_text() for path in tmp_path.glob("told-*")) == ["0 of 2", "1 of 2", "1 of 2"] * asks
     assert run.decisions("function-left") == []
+
+
+def test_a_spare_that_asks_for_its_place_first_has_done_its_set_up(cluster: LocalCluster, tmp_path: Path) -> None:
+    """It came before the run's first step, when nobody knew, and was told when the others trained."""
+    scaling = ScalingSettings(2, 2, spare_slots=1)
+    run = Run(
+        cluster, tmp_path, "loops:sets_up_while_held", scaling=scaling, memory={"every_steps": 1}, config={"asks": True}
+    )
+    run.allow(6)
+    run.start()
+    run.reach(6)
+
+    def told() -> list[str]:
+        return sorted(path.read_text() for path in tmp_path.glob("told-*"))
+
+    wait_until(lambda: told() == ["0 of 2", "1 of 2", "1 of 2"], "the spare to know its place")
+    lost = run.worker(1)["pid"]
+    os.kill(lost, signal.SIGKILL)
+    run.walk_until(lambda: run.handle.progress()["generation"] == 2, "the spare to take the place")
+    run.finish()
+    run.assert_whole()
+    (incident,) = run.incidents()
+    assert (incident["kind"], incident["world_size"], incident["next_world_size"]) == ("worker-lost", 2, 2)
+    assert run.decisions("function-left") == []

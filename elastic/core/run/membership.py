@@ -324,15 +324,16 @@ def say_outlook(transition: Transition) -> None:
 
 
 def expected_place(state: RunState, worker: int) -> tuple[int, int] | None:
-    """(rank, world size) of `worker` in the next generation, where that is one that grows by all who have come.
+    """(rank, world size) of `worker` in the next generation, if all who have come join in it; of one that stands by,
+    if it takes the place of one that is lost.
 
-    None where it is not to be told: nobody trains, it is a member, some of those who have come will stand by, or ranks
-    share a model, whose places are more than a number. The rank is not 0, which stays with the worker that has it; it
-    may become another one, as ranks go where their state is.
+    None where it is not to be told: nobody trains, it is a member, or ranks share a model, whose places are more than a
+    number. The rank is not 0, which stays with the worker that has it as long as that is there; it may become another
+    one, as ranks go where their state is.
     """
     members, cells = state.members, tuple(state.settings.mesh.cells)
     if not isinstance(state.phase, Training) or worker in members or worker not in state.fleet.workers or cells != (1,):
         return None
     others = sorted(other for other in state.fleet.workers if other not in members)
-    size = len(members) + len(others)
-    return (len(members) + others.index(worker), size) if size <= state.settings.scaling.max_workers else None
+    size = min(len(members) + len(others), state.settings.scaling.max_workers)
+    return (min(len(members) + others.index(worker), size - 1), size) if size > 1 else None

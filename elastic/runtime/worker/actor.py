@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.2
 # A worker that waits for its first generation asks for passes to rehearse so often.
-_REHEARSES_EVERY_S = 10.0
+_ASKS_EVERY_S = 10.0
 _ANSWER_LIMIT_S = 5.0
 # A holder that sends no byte for this long counts as gone.
 _READ_TIMEOUT_S = 10.0
@@ -106,6 +106,8 @@ class WorkerActor:
         # The function waits for its first generation, or has ended without one.
         self._set_up = threading.Event()
         self._training_thread: int | None = None
+        # Its first generation, which the function has not taken yet.
+        self._begun: GenerationRunner | None = None
         self._token = token
         self._node: NodeFacts | None = None
         self._memory: SnapshotClient | None = None
@@ -281,21 +283,31 @@ class WorkerActor:
         call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
         kind = engine_kind(settings.engine)
         first = Ahead(
-            settings.run_id, settings.seed, kind, self._first, self._passes, self._rehearsed, self._expected_place
-        )
+            settings.run_id, settings.seed, kind, self._first, self._begins,
+            self._passes, self._rehearsed, self._expected_place,
+        )  # fmt: skip
         self._left(*call.run(first))
         while True:
             self._left(*call.run(self._taken()))
 
     def _first(self, rehearsal: Rehearsal | None) -> GenerationRunner:
         """`rehearsal`: had nothing to rehearse so far. A spare waits from before the run's first step."""
+        while rehearsal is not None and not rehearsal.over and not self._begins(_ASKS_EVERY_S):
+            rehearsal()
+        self._begins(None)
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        return begun
+
+    def _begins(self, seconds: float | None) -> bool:
+        """The function waits: has its first generation begun, now or within `seconds`?"""
         self._set_up.set()
-        while rehearsal is not None and not rehearsal.over:
+        if self._begun is None:
             try:
-                return self._taken(_REHEARSES_EVERY_S)
+                self._begun = self._taken(seconds)
             except queue.Empty:
-                rehearsal()
-        return self._taken()
+                return False
+        return True
 
     def _passes(self) -> Sequence[Any]:
         """Those that others make. None where the controller does not answer: the first step compiles, then."""

@@ -39,6 +39,8 @@ _VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MAST
 # For so long the training thread waits, and the process computes nothing: it waits for a thread that waits for it.
 _STUCK_S = 20.0
 _LOOKS_EVERY_S = 0.5
+# Of one that waits for its place.
+_ASKS_EVERY_S = 5.0
 # Of one processor.
 _COMPUTES = 0.2
 # Where Python code waits for another thread. `fsspec` does so for its thread of reads.
@@ -47,15 +49,16 @@ _WAITING = frozenset({"threading", "queue", "concurrent.futures._base", "asyncio
 
 @dataclass(frozen=True)
 class Ahead:
-    """`first` returns this process's first generation; it may be waited for long, and `meanwhile` is then called every
-    now and then until it says that it is over. `passes` are those that others make (`in_loop.passes`), as far as they
-    have told; `rehearsed` is given what came of making them here. `place`: the rank, never 0, and the world size that
-    the function may be told before; None: it waits for them."""
+    """`first` returns this process's first generation; it may be waited for long, and the rehearsal is called every now
+    and then until it is over. `begins(seconds)`: is it there, now or after so long? `passes` are those that others make
+    (`in_loop.passes`), as far as they have told; `rehearsed` is given what came of making them here. `place`: the rank,
+    never 0, and the world size that the function may be told before; None: nothing is known yet."""
 
     run_id: str
     seed: int
     kind: EngineKind
     first: Callable[[Rehearsal | None], GenerationRunner]
+    begins: Callable[[float], bool] = lambda _: True
     passes: Callable[[], Sequence[Any]] = tuple
     rehearsed: Callable[[str], None] = logger.info
     place: Callable[[], tuple[int, int] | None] = lambda: None
@@ -76,11 +79,10 @@ class _Gate:
         self,
         join: Callable[[Any, tuple[int, int] | None], None],
         asked: Callable[[], None],
-        place: Callable[[], tuple[int, int] | None],
+        ahead: Ahead,
     ) -> None:
         self._join = join
-        self._place = place
-        self._asked_for_place = False
+        self._ahead = ahead
         self.asked = asked
         self._thread = threading.get_ident()
         self._joined = threading.Event()
@@ -91,10 +93,12 @@ class _Gate:
         self.told: tuple[int, int] | None = None
 
     def place(self) -> tuple[int, int] | None:
-        """What the function is told; None: it has to wait. The same answer each time."""
-        if not self._asked_for_place and threading.get_ident() == self._thread:
-            self._asked_for_place = True
-            self.told = self._place()
+        """What the function is told, the same each time; None: the generation is there. Where nothing can be told, it
+        waits until something can, or for its generation: a spare comes before the run's first step."""
+        while self.told is None and threading.get_ident() == self._thread and not self._open:
+            self.told = self._ahead.place()
+            if self.told is None and self._ahead.begins(_ASKS_EVERY_S):
+                break
         return self.told
 
     def pass_through(self) -> None:
@@ -222,7 +226,7 @@ def until_needed(
     `elastic.initialize`, and with (rank, world size) where the function was told them. It installs and joins one, or
     raises what the function is to be left with. `asked` is called where the function may have been told its rank."""
     foreign_loops.refuse(ahead.kind.name)
-    gate = _Gate(join, asked, ahead.place)
+    gate = _Gate(join, asked, ahead)
 
     def spec() -> Any:
         asked()

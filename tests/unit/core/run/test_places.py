@@ -31,14 +31,15 @@ def test_nobody_is_told_before_the_first_generation() -> None:
     assert expected_place(s.state, next(iter(s.state.fleet.workers))) is None
 
 
-def test_one_that_may_stand_by_is_not_told() -> None:
-    """It takes the place of one that is lost, whichever that is."""
+def test_one_that_stands_by_takes_a_place_that_is_left() -> None:
     s = Scenario(1, 3).started(2)
     s.do(ev.SlotPlaced(next(slot.id for slot in s.state.fleet.slots.values() if slot.node is None), "c"))
     (third,) = _newcomers(s)
-    fewer = replace(s.state.settings, scaling=replace(s.state.settings.scaling, max_workers=2))
-    assert expected_place(s.state, third) == (2, 3)
-    assert expected_place(replace(s.state, settings=fewer), third) is None
+    told = []
+    for most in (3, 2, 1):
+        fewer = replace(s.state.settings, scaling=replace(s.state.settings.scaling, max_workers=most))
+        told.append(expected_place(replace(s.state, settings=fewer), third))
+    assert told == [(2, 3), (1, 2), None]
 
 
 def test_places_in_cells_are_not_told() -> None:

@@ -1,0 +1,51 @@
+"""Ahead of its generation the training function is told its place as soon as there is one to tell."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastic.training.in_loop.ahead import Ahead, until_needed
+
+
+def _ahead(places: list[tuple[int, int] | None], begins: list[bool]) -> Ahead:
+    kind: Any = SimpleNamespace(name="deepspeed", answer_user_calls=lambda *_: None)
+    first: Any = None
+    return Ahead("run", 1, kind, first, begins=lambda _: begins.pop(0), place=lambda: places.pop(0))
+
+
+class Joined(Exception):
+    pass
+
+
+def _join(model: Any, told: tuple[int, int] | None) -> None:
+    raise Joined(told)
+
+
+def test_a_spare_is_told_when_the_run_has_begun() -> None:
+    """It has asked before the first step."""
+    asked: list[int] = []
+    places: list[tuple[int, int] | None] = [None, None, (3, 4)]
+    ahead, get_rank = _ahead(places, [False, False]), dist.get_rank
+    with until_needed(ahead, _join, lambda: asked.append(1)):
+        assert os.environ["LOCAL_RANK"] == "0"
+        assert asked == []
+        assert (os.environ["RANK"], os.environ.get("WORLD_SIZE")) == ("3", "4")
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 4)
+        assert places == []
+        assert len(asked) == 4
+        with pytest.raises(Joined) as told:
+            dist.barrier()
+        assert told.value.args == ((3, 4),)
+    assert dist.get_rank is get_rank
+    assert "RANK" not in os.environ
+
+
+def test_one_whose_generation_begins_first_is_told_by_that() -> None:
+    with until_needed(_ahead([None, None], [False, True]), _join, lambda: None), pytest.raises(Joined) as told:
+        os.environ["RANK"]
+    assert told.value.args == (None,)
