@@ -6,6 +6,7 @@ A training function of this project; bodies of the peers in `benchmarks/bodies` 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -109,13 +110,15 @@ def avoid_compiling() -> None:
 def train(config: dict[str, Any]) -> None:
     """This project's body. `config`: size (a name), stage and marks (a folder); and where wanted gate (a file), pace_s
     (the least time of a step), elsewhere_s (what every pass sleeps), set_up_s (what the function sleeps before it
-    builds; it then holds a million objects, too), bf16, before_pass(step), after_step(engine, step), and form (of
+    builds, when it has asked for its rank, as most scripts do first; it then holds a million objects, too), bf16, before_pass(step), after_step(engine, step), and form (of
     `benchmarks.bodies.meshes`)."""
     import elastic
     from benchmarks.marks import MarkWriter, pass_gate
 
     size = SIZES[config["size"]]
     set_up_s = config.get("set_up_s", 0.0)
+    if set_up_s:
+        int(os.environ["RANK"])
     time.sleep(set_up_s)
     # What a tokenizer or the index of a data set keeps.
     held = [[number] for number in range(1_000_000 if set_up_s else 0)]
