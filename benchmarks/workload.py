@@ -110,8 +110,8 @@ def avoid_compiling() -> None:
 def train(config: dict[str, Any]) -> None:
     """This project's body. `config`: size (a name), stage and marks (a folder); and where wanted gate (a file), pace_s
     (the least time of a step), elsewhere_s (what every pass sleeps), set_up_s (what the function sleeps before it
-    builds, when it has asked for its rank, as most scripts do first; it then holds a million objects, too), bf16, before_pass(step), after_step(engine, step), and form (of
-    `benchmarks.bodies.meshes`)."""
+    builds, when it has asked for its rank, as most scripts do first; it then holds a million objects, too), bf16,
+    before_pass(step), after_step(engine, step), and form (of `benchmarks.bodies.meshes`)."""
     import elastic
     from benchmarks.marks import MarkWriter, pass_gate
 
