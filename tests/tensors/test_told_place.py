@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from elastic.runtime.worker.ray_train_face import ContextFace
 from elastic.training.in_loop.ahead import Ahead, until_needed
 
 
@@ -36,8 +37,10 @@ def test_a_spare_is_told_when_the_run_has_begun() -> None:
         assert asked == []
         assert (os.environ["RANK"], os.environ.get("WORLD_SIZE")) == ("3", "4")
         assert (dist.get_rank(), dist.get_world_size()) == (3, 4)
+        face = ContextFace()
+        assert (face.get_world_rank(), face.get_world_size(), face.get_local_rank()) == (3, 4, 0)
         assert places == []
-        assert len(asked) == 4
+        assert len(asked) == 6
         with pytest.raises(Joined) as told:
             dist.barrier()
         assert told.value.args == ((3, 4),)

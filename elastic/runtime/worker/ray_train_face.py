@@ -99,14 +99,19 @@ class ContextFace:
         return _context().run_id
 
     def get_world_size(self) -> int:
-        return _context().world_size
+        import torch.distributed as dist
+
+        # Ahead of its generation a worker may be told, see `in_loop.ahead`.
+        return dist.get_world_size() if _is_ahead() else _context().world_size
 
     def get_world_rank(self) -> int:
-        return _context().rank
+        import torch.distributed as dist
+
+        return dist.get_rank() if _is_ahead() else _context().rank
 
     def get_local_rank(self) -> int:
         """Of the device: a worker sees its own devices only."""
-        return _context().local_rank
+        return int(os.environ["LOCAL_RANK"]) if _is_ahead() else _context().local_rank
 
     def get_metadata(self) -> dict[str, Any]:
         return {}
@@ -124,6 +129,12 @@ def _context() -> Context:
     from elastic.training import api
 
     return api.get_context()
+
+
+def _is_ahead() -> bool:
+    from elastic.training.context import waits
+
+    return waits()
 
 
 def _scope_check() -> None:
