@@ -104,21 +104,26 @@ def prepare_data_loader(loader: Any) -> PreparedLoader:
     Dataset, collate_fn, workers and shuffling are taken over; the batch size is the micro-batch. A DistributedSampler
     is not needed, and does no harm. Raises UsageError for a sampler whose order cannot be kept, by name.
     """
-    generation = _generation()
-    if generation.has_engine:
+    # Ahead of a generation nothing of it is needed: the function goes on to `initialize`.
+    generation = None if context.waits() else _generation()
+    if generation is not None and generation.has_engine:
         raise UsageError(
             "elastic.prepare_data_loader was called after elastic.initialize: call it before, or pass the DataLoader "
             "as training_data=; a DataLoader for evaluation needs no preparation"
         )
     if not isinstance(loader, DataLoader):
         raise UsageError(f"elastic.prepare_data_loader takes a torch DataLoader, not a {type(loader).__qualname__}")
-    if generation.prepared is not None:
+    prepared = PreparedLoader(taken_over(loader))
+    if generation is None:
+        before = context.prepare_early(prepared)
+    else:
+        before, generation.prepared = generation.prepared, prepared
+    if before is not None:
         raise UsageError(
             "elastic.prepare_data_loader was called twice: prepare the training loader only; a DataLoader for "
             "evaluation needs no preparation"
         )
-    generation.prepared = PreparedLoader(taken_over(loader))
-    return generation.prepared
+    return prepared
 
 
 def epochs(count: int | None = None) -> Iterator[int]:

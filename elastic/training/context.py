@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from elastic.core.errors import UsageError
+from elastic.training.data.data_loaders import PreparedLoader
 from elastic.training.generation import Generation
 from elastic.training.user.state import State
 
@@ -74,7 +75,8 @@ _lock = threading.Lock()
 _current: Generation | None = None
 # What elastic.state is given before a generation exists (a plain script does so before initialize).
 _early_state = State()
-
+# The DataLoader that a function has prepared ahead of its generation.
+_early_prepared: PreparedLoader | None = None
 
 # The process has no generation yet, and the training function is called ahead of it: waits for one.
 _await: Callable[[], None] | None = None
@@ -97,6 +99,13 @@ def await_with(wait: Callable[[], None] | None) -> None:
     _await = wait
 
 
+def prepare_early(prepared: PreparedLoader | None) -> PreparedLoader | None:
+    """The generations that are installed from here on have it, until it is None. Returns what was there before."""
+    global _early_prepared
+    before, _early_prepared = _early_prepared, prepared
+    return before
+
+
 def install(generation: Generation) -> None:
     """Make `generation` the process's current one. Raises UsageError when another one is not closed yet."""
     global _current
@@ -105,6 +114,7 @@ def install(generation: Generation) -> None:
             raise UsageError("this process already has a generation; one process runs one at a time")
         generation.state.adopt(_early_state)
         _early_state.clear()
+        generation.prepared = _early_prepared
         _current = generation
 
 

@@ -31,6 +31,8 @@ from elastic.training.session import Phase, Stop
 
 logger = logging.getLogger(__name__)
 
+_OVER = "the generation of this engine and loader is over"
+
 
 @dataclass
 class StepProgress:
@@ -157,7 +159,7 @@ class StepLoop:
         # The loop that runs over epochs ends the run: what it does after the last epoch belongs to the last step.
         self.ended_by_epochs = False
         self._repeated = repeated
-        self._requests = requests
+        self._requests: SaveRequests | None = requests
         # By a function that has returned, here or elsewhere.
         self._ended = False
         self._open_step: FinishedStep | None = None
@@ -301,7 +303,7 @@ class StepLoop:
         if self.progress is None:
             return
         if self._open_step is not None or not self.progress.complete or not self._shares.whole:
-            self._requests.ask()
+            self._asking().ask()
         elif self._scope.step > 0:
             self._save()
 
@@ -344,7 +346,7 @@ class StepLoop:
         return self.finished
 
     def close(self) -> None:
-        self._snapshots = self._before_first = None
+        self._snapshots = self._requests = self._before_first = None
         # It holds groups.
         self._shares = Shares()
 
@@ -370,8 +372,8 @@ class StepLoop:
         done, self._open_step = self._open_step, None
         if done is None:
             return
-        snapshots = self._saving()
-        self._requests.announce()
+        snapshots, requests = self._saving(), self._asking()
+        requests.announce()
         with self._scope.translating():
             stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied)
         report = replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics())
@@ -379,9 +381,9 @@ class StepLoop:
         snapshots.start()
         with self._scope.translating():
             self._shares.closed(report)
-            due = self._requests.due()
+            due = requests.due()
         if due and self._shares.whole:
-            self._requests.made()
+            requests.made()
             self._save()
 
     def _boundary(self) -> None:
@@ -429,5 +431,10 @@ class StepLoop:
 
     def _saving(self) -> Snapshots:
         if self._snapshots is None:
-            raise UsageError("the generation of this engine and loader is over")
+            raise UsageError(_OVER)
         return self._snapshots
+
+    def _asking(self) -> SaveRequests:
+        if self._requests is None:
+            raise UsageError(_OVER)
+        return self._requests

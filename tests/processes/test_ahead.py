@@ -109,6 +109,26 @@ def test_the_engines_own_initialize_is_answered(crew: Crew, tmp_path: Path, stil
     assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
 
 
+def test_a_loader_is_prepared_ahead(crew: Crew, tmp_path: Path, still: Run) -> None:
+    """Seen: a script with a DataLoader of its own waited at this call, without a model to rehearse."""
+    config = {**CONFIG, "prepares": True, "url": str(tmp_path)}
+    crew.begin([0, 1, 2], "sets_up_ahead", config, **MORE)
+    crew.members[2].signal(signal.SIGKILL)
+    crew.members[2].process.join()
+    for number in (0, 1):
+        crew.reached(number, "waits")
+        points = crew.members[number].points
+        assert points.index("prepared") < points.index("waits")
+        crew.abort(number, "rank 2 was lost")
+    for number in (0, 1):
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    crew.replace(2)
+    outcomes = crew.run([0, 1], "sets_up_ahead", config, **MORE)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in outcomes] == [1, 1]
+    assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
+
+
 def test_what_cannot_be_done_ahead_is_done_in_a_generation(crew: Crew, tmp_path: Path) -> None:
     outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "raises": 1, "url": str(tmp_path)}, **MORE)
     _assert_ended(outcomes, "finished", LAST_STEP)

@@ -16,6 +16,7 @@ import crew
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import elastic
 from elastic.comm.sockets import tcp_sockets
@@ -353,12 +354,17 @@ def sets_up_ahead(config: dict[str, Any]) -> None:
     crew.told["rank"] = ASKS[config.get("asks", "nothing")]()
     crew.point("asked")
     made = deepspeed.initialize if config.get("native") else elastic.initialize
+    data: Any = Numbers(37, torch.float32)
+    if config.get("prepares"):
+        data = elastic.prepare_data_loader(DataLoader(data, batch_size=2, shuffle=True))
+        crew.point("prepared")
     engine, _, loader, _ = made(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
-        training_data=Numbers(37, torch.float32),
+        training_data=data,
         config=deepspeed_config(config),
     )
+    assert not config.get("prepares") or data.loader is loader
     elastic.state["starts"] = crew.told["starts"] = 1
     for _ in elastic.epochs():
         for batch in loader:

@@ -243,5 +243,6 @@ def until_needed(
     try:
         yield
     finally:
+        context.prepare_early(None)
         gate.open()
         gate._joined.set()
