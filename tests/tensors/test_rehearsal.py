@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+import elastic
 from elastic.engines.model.precision import Precision, floating
+from elastic.training import context
 from elastic.training.in_loop.passes import arguments_of, describe, precision_of
 from elastic.training.in_loop.rehearsal import Rehearsal, make_pass
 
@@ -149,6 +151,19 @@ def test_what_came_of_it_is_told() -> None:
     failing = Rehearsal(Hostile(fails=True), lambda: passes, told.append)
     failing()
     assert told[1] == "could not make a pass ahead of joining (ValueError: not with these): its first step does"
+
+
+class AsksForItsStep(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + elastic.get_context().step
+
+
+def test_a_model_that_asks_for_its_generation_begins_none() -> None:
+    told: list[str] = []
+    described = describe([torch.ones(1, 2)], {}, Precision(torch.float32), nn.Identity(), "cpu")
+    Rehearsal(AsksForItsStep(2, 2), lambda: [described], told.append)()
+    assert context.current() is None
+    assert "UsageError: the model asks for its generation, which has not begun" in told[0]
 
 
 @pytest.mark.parametrize("model", [None, nn.LazyLinear(2), nn.Linear(2, 2, device="meta"), object()])

@@ -21,8 +21,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from elastic.core.errors import UsageError
 from elastic.engines.model.compiled import graphs
 from elastic.engines.model.precision import Precision, floating
+from elastic.training import context
 from elastic.training.in_loop.passes import arguments_of, precision_of
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Rehearsal:
         if self.over or not (passes := self._passes()):
             return
         self.over, begun, before = True, time.monotonic(), graphs()
+        context.await_with(_refuse)
         try:
             for described in passes:
                 make_pass(self._model, described)
@@ -55,7 +58,14 @@ class Rehearsal:
         except Exception as error:
             logger.warning("the model's passes could not be made ahead of joining", exc_info=True)
             told = f"could not make a pass ahead of joining ({type(error).__name__}: {error}): its first step does"
+        finally:
+            context.await_with(None)
         self._tell(told)
+
+
+def _refuse() -> None:
+    """A model that asks for its generation would begin one of its own, as a script does outside of a run."""
+    raise UsageError("the model asks for its generation, which has not begun")
 
 
 def make_pass(model: nn.Module, described: Mapping[str, Any]) -> None:
