@@ -103,6 +103,22 @@ class GenerationSpec:
     # noticed then, and has to be aborted: torch would end the process instead (`comm.nccl`).
     collective_timeout_s: float = 600.0
 
+    @classmethod
+    def alone(cls, settings: RunSettings) -> GenerationSpec:
+        """Of one worker that trains by itself: nothing of it is kept."""
+        return cls(
+            settings.run_id,
+            1,
+            0,
+            1,
+            settings.seed,
+            max_world_size=settings.scaling.max_workers,
+            batch=BatchSettings.of(settings),
+            engine=settings.engine,
+            engine_config=settings.engine_config,
+            collective_timeout_s=settings.failures.collective_timeout_s,
+        )
+
     def of_rank(self, rank: int, memory: MemoryPlan | None) -> GenerationSpec:
         """The same generation's for another rank: only this, and where its snapshots go, are its own."""
         return replace(self, rank=rank, memory=memory)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from elastic.core.data.metrics import plain
 from elastic.core.errors import UsageError
+from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config
 from elastic.engines.model.pipeline import Pipeline
 from elastic.training import context
@@ -67,7 +68,25 @@ def initialize(
     Raises UsageError (ModelMismatch for a checkpoint of another model).
     """
     refuse_arguments(args, model, mpu, mesh_param, distributed_port)
-    initializes(model)
+    parameters = None if model_parameters is None else list(model_parameters)
+
+    def given_with(prepared: PreparedLoader | None, chosen: WeightsSettings | None) -> Given:
+        data = training_data if prepared is None else prepared
+        return Given(
+            model,
+            optimizer,
+            lr_scheduler,
+            parameters,
+            chosen_config(args, config, config_params),
+            data_source(data, collate_fn, num_workers, prefetch_factor),
+            chosen,
+            tp_plan,
+            pipeline,
+        )
+
+    early = context.prepared_early()
+    if context.waits() and not (early is None and training_data is None):
+        initializes(given_with(early, None))
     generation = _generation()
     scope = generation.scope
     scope.check()
@@ -79,17 +98,7 @@ def initialize(
     if generation.in_loop is not None:
         generation.in_loop.initializing()
     prepared = _prepared(generation, training_data)
-    given = Given(
-        model,
-        optimizer,
-        lr_scheduler,
-        None if model_parameters is None else list(model_parameters),
-        chosen_config(args, config, config_params),
-        data_source(training_data if prepared is None else prepared, collate_fn, num_workers, prefetch_factor),
-        chosen,
-        tp_plan,
-        pipeline,
-    )
+    given = given_with(prepared, chosen)
     handles = assemble(generation, given)
     if prepared is not None:
         prepared.loader = handles.loader

@@ -106,6 +106,10 @@ def prepare_early(prepared: PreparedLoader | None) -> PreparedLoader | None:
     return before
 
 
+def prepared_early() -> PreparedLoader | None:
+    return _early_prepared
+
+
 def install(generation: Generation) -> None:
     """Make `generation` the process's current one. Raises UsageError when another one is not closed yet."""
     global _current

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -380,4 +380,5 @@ def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
     spec = runner.spec
     kind, passes = engine_kind(spec.engine), config.get("passes", ())
     place = config.get("place")
-    return Ahead(spec.run_id, spec.seed, kind, first, passes=lambda: passes, rehearsed=point, place=lambda: place)
+    return Ahead(spec.run_id, spec.seed, kind, first, passes=lambda: passes, rehearsed=point, place=lambda: place,
+        alone=replace(spec, generation=1, rank=0, world_size=1, checkpoint=None))  # fmt: skip

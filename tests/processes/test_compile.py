@@ -53,6 +53,7 @@ REHEARSED = [
     ({"stage": 1, "dropout": 0.1}, "wrapped"),
     pytest.param({"stage": 0}, "in place", marks=pytest.mark.slow),
     pytest.param({"stage": 2}, "part", marks=pytest.mark.slow),
+    ({"stage": 3, "dropout": 0.1}, "in place"),
     ({"engine": "fsdp2", "dropout": 0.1}, "part"),
     pytest.param({"engine": "fsdp2", "fsdp2": {"param_dtype": "bfloat16"}}, "part", marks=pytest.mark.slow),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,10 +116,11 @@ class DeepSpeedAdapter:
         return self._output.zeros()
 
     def precision(self) -> Precision | None:
-        if self._gathers or self._whole_gradients is not None:
-            return None
         native = self.native
-        return Precision.of(self.module, native.torch_autocast_dtype() if native.torch_autocast_enabled() else None)
+        if native.has_moe_layers or self._whole_gradients is not None:
+            return None
+        found = Precision.of(self.module, native.torch_autocast_dtype() if native.torch_autocast_enabled() else None)
+        return replace(found, by_engine=self._gathers)
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
         if not self._kept_sums.restore():

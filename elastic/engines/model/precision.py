@@ -12,12 +12,14 @@ import torch
 @dataclass(frozen=True)
 class Precision:
     """`weights` are of this type where `others` does not name them, buffers included; those that are no floating-point
-    numbers stay what they are. `autocast`: None for none. `casts_inputs`: to the type of the weights."""
+    numbers stay what they are. `autocast`: None for none. `casts_inputs`: to the type of the weights. `by_engine`: the
+    pass is the engine's, which has parts of the weights only."""
 
     weights: torch.dtype
     others: Mapping[str, torch.dtype] = field(default_factory=dict)
     autocast: torch.dtype | None = None
     casts_inputs: bool = False
+    by_engine: bool = False
 
     @classmethod
     def of(cls, module: torch.nn.Module, autocast: torch.dtype | None = None) -> Precision:

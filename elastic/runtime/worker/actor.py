@@ -269,6 +269,7 @@ class WorkerActor:
     # --- the training thread ---
 
     def _train(self) -> None:
+        from elastic.core.generation_spec import GenerationSpec
         from elastic.engines.select import engine_kind
         from elastic.training.in_loop.ahead import Ahead
         from elastic.training.in_loop.function_call import FunctionCall
@@ -284,7 +285,7 @@ class WorkerActor:
         kind = engine_kind(settings.engine)
         first = Ahead(
             settings.run_id, settings.seed, kind, self._first, self._begins,
-            self._passes, self._rehearsed, self._expected_place,
+            self._passes, self._rehearsed, self._expected_place, GenerationSpec.alone(settings),
         )  # fmt: skip
         self._left(*call.run(first))
         while True:

@@ -17,15 +17,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
 from elastic.engines import foreign_loops
 from elastic.engines.base import EngineKind
 from elastic.training import context
 from elastic.training.generation import public_initialize
+from elastic.training.in_loop.alone import engine_alone
+from elastic.training.in_loop.assembly import Given
 from elastic.training.in_loop.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
@@ -52,7 +56,8 @@ class Ahead:
     """`first` returns this process's first generation; it may be waited for long, and the rehearsal is called every now
     and then until it is over. `begins(seconds)`: is it there, now or after so long? `passes` are those that others make
     (`in_loop.passes`), as far as they have told; `rehearsed` is given what came of making them here. `place`: the rank,
-    never 0, and the world size that the function may be told before; None: nothing is known yet."""
+    never 0, and the world size that the function may be told before; None: nothing is known yet. `alone`: of a worker
+    that trains by itself, for passes of an engine."""
 
     run_id: str
     seed: int
@@ -62,12 +67,14 @@ class Ahead:
     passes: Callable[[], Sequence[Any]] = tuple
     rehearsed: Callable[[str], None] = logger.info
     place: Callable[[], tuple[int, int] | None] = lambda: None
+    alone: GenerationSpec | None = None
 
-    def awaited(self, model: Any) -> GenerationRunner:
-        """The first generation. `model`: is to be trained in it, where that is known already."""
-        if model is None:
+    def awaited(self, given: Given | None) -> GenerationRunner:
+        """The first generation. `given` to `elastic.initialize`, where that is what waits for it."""
+        if given is None:
             return self.first(None)
-        rehearsal = Rehearsal(model, self.passes, self.rehearsed)
+        alone = None if self.alone is None else partial(engine_alone, self.kind, self.alone, given)
+        rehearsal = Rehearsal(given.model, self.passes, self.rehearsed, alone)
         rehearsal()
         return self.first(None if rehearsal.over else rehearsal)
 
@@ -77,7 +84,7 @@ class _Gate:
 
     def __init__(
         self,
-        join: Callable[[Any, tuple[int, int] | None], None],
+        join: Callable[[Given | None, tuple[int, int] | None], None],
         asked: Callable[[], None],
         ahead: Ahead,
     ) -> None:
@@ -88,7 +95,7 @@ class _Gate:
         self._joined = threading.Event()
         self._open = False
         # What `elastic.initialize` was given, where that is what asks.
-        self.model: Any = None
+        self.given: Given | None = None
         # (rank, world size) that the function was told.
         self.told: tuple[int, int] | None = None
 
@@ -107,7 +114,7 @@ class _Gate:
             self._wait_for_training_thread()
         elif not self._open:
             self.open()
-            self._join(self.model, self.told)
+            self._join(self.given, self.told)
             self._joined.set()
 
     def open(self) -> None:
@@ -157,10 +164,10 @@ class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run 
         return _PLAIN.__getitem__(self, key)
 
 
-def initializes(model: Any) -> None:
+def initializes(given: Given) -> None:
     """`elastic.initialize` is about to ask for the generation."""
     if _gate is not None:
-        _gate.model = model
+        _gate.given = given
 
 
 def _waits(thread: int) -> bool:
@@ -220,10 +227,10 @@ def _watch(gate: _Gate | None) -> None:
 
 @contextmanager
 def until_needed(
-    ahead: Ahead, join: Callable[[Any, tuple[int, int] | None], None], asked: Callable[[], None]
+    ahead: Ahead, join: Callable[[Given | None, tuple[int, int] | None], None], asked: Callable[[], None]
 ) -> Iterator[None]:
-    """Within it, `join` is called by the first thing that needs the generation, with the model where that is
-    `elastic.initialize`, and with (rank, world size) where the function was told them. It installs and joins one, or
+    """Within it, `join` is called by the first thing that needs the generation, with what it was given where that
+    is `elastic.initialize`, and with (rank, world size) where the function was told them. It installs and joins one, or
     raises what the function is to be left with. `asked` is called where the function may have been told its rank."""
     foreign_loops.refuse(ahead.kind.name)
     gate = _Gate(join, asked, ahead)

@@ -94,7 +94,7 @@ def assemble(
     _refuse(scope.spec, resolved, given)
     _require_one_model(generation, given)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
-    parameters = _copied(given.model_parameters)
+    parameters = copied(given.model_parameters)
     engine, optimizer, scheduler = generation.kind.build(
         resolved,
         nonfinite if nonfinite != "off" else None,
@@ -197,7 +197,7 @@ def _handle(made: Any, given: Any) -> Any:
     return made if made is None or made is given else StandIn(made)
 
 
-def _copied(parameters: Sequence[Any] | None) -> list[Any] | None:
+def copied(parameters: Sequence[Any] | None) -> list[Any] | None:
     """Optimizers write into the dictionaries of parameter groups that they are given."""
     if parameters is None:
         return None

@@ -119,7 +119,7 @@ class FunctionCall:
         """Without a generation still, the function is to be called in one: it raised what it may not raise there."""
         seed_build(ahead.seed)
         try:
-            with until_needed(ahead, lambda model, told: self._enter(ahead.awaited(model), told), self.rank_asked):
+            with until_needed(ahead, lambda given, told: self._enter(ahead.awaited(given), told), self.rank_asked):
                 self._call()
                 # It may have needed none.
                 context.current()

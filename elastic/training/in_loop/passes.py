@@ -72,6 +72,7 @@ def describe(
         "others": {name: _name(dtype) for name, dtype in precision.others.items()},
         "autocast": None if autocast is None else _name(autocast),
         "casts_inputs": precision.casts_inputs,
+        "by_engine": precision.by_engine,
         "evaluates": [name for name, part in module.named_modules() if not part.training],
         "device": device,
     }
@@ -85,6 +86,7 @@ def precision_of(described: Mapping[str, Any]) -> Precision:
         others,
         None if autocast is None else dtype_of(autocast),
         described["casts_inputs"],
+        described["by_engine"],
     )
 
 
