@@ -61,11 +61,14 @@ CASES = [
         id="fsdp2-copies-fp32-adamw-dropout-memory",
         marks=[pytest.mark.slow],
     ),
-    pytest.param(
-        {"stage": 1, "dtype": "fp32", "optimizer": "adamw", "dropout": 0.1, "compiled": True},
-        "memory",
-        id="compiled-stage1-fp32-adamw-dropout-memory",
-        marks=[pytest.mark.slow],
+    *(
+        pytest.param(
+            {"stage": stage, "dtype": "fp32", "optimizer": "adamw", "dropout": 0.1, "compiled": True},
+            "memory",
+            id=f"compiled-stage{stage}-fp32-adamw-dropout-memory",
+            marks=[pytest.mark.slow],
+        )
+        for stage in (1, 3)
     ),
 ]
 
