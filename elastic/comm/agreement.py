@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
@@ -107,6 +108,12 @@ class Agreement:
     def any(self, flag: bool) -> bool:
         """Is the flag set on any rank?"""
         return self._reduce(torch.tensor([int(flag)], dtype=torch.int64), "MAX") == [1]
+
+    def all_told(self) -> None:
+        """After a verdict on which every rank leaves the group: returns once all of them have it. The first to leave
+        ends the group, and with it what others still wait for."""
+        with suppress(RuntimeError):
+            self.any(True)
 
     def _reduce(self, values: torch.Tensor, operation: str) -> list[int]:
         if values.numel() == 0:

@@ -265,12 +265,15 @@ class StepLoop:
 
     def unequal(self, flag: bool, number: int) -> bool:
         """Is `flag` set on any rank, or is `number`, of 63 bits, not the same on all? Stages of a pipeline may have
-        parameter groups of their own, and so other numbers. Collective."""
+        parameter groups of their own, and so other numbers. Collective; where it is so, all ranks know."""
         if self._scope.spec.pp > 1:
             number = 0
         with self._scope.translating():
-            (flagged,), (differs,) = self._saving().agreement.any_and_unequal([flag], [number])
-        return flagged or differs
+            agreement = self._saving().agreement
+            (flagged,), (differs,) = agreement.any_and_unequal([flag], [number])
+        if found := flagged or differs:
+            agreement.all_told()
+        return found
 
     def step_finished(self, report: StepReport, applied: bool) -> None:
         """The optimizer has made the current step, or skipped it. It is closed when the loop comes back."""
