@@ -72,6 +72,21 @@ def test_a_rank_in_the_middle_of_a_backward_gives_up_its_own_share(
     judge(crew, tmp_path, config, [lost, shrunk])
 
 
+@pytest.mark.parametrize("config", KEPT[:2])
+def test_a_rank_whose_loop_has_kept_something_of_its_micro_batches_gives_up_its_own_share(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """What it has kept is restored as it was before the step. Seen: what whole micro-batches had added was lost."""
+    config = {**config, "counts_batches": True}
+    lost, shrunk = disturbed(crew, tmp_path / "moved", config, {VICTIM: ("forward", PER_RANK)})
+    assert [outcome.restores[-1].kept for outcome in shrunk] == [0, PER_RANK, PER_RANK]
+    assert shrunk[0].restores[-1].again.startswith("elastic.state['seen'] is not what was restored")
+    assert computed(shrunk, 3) == 2 * PER_RANK
+    # In the first step, its share of the second as dealt again, and a third of the last, padding counted.
+    assert shrunk[0].told["seen"] == PER_RANK + -(-2 * PER_RANK // 3) + -(-WHOLE // 3)
+    judge(crew, tmp_path, config, [lost, shrunk])
+
+
 REPEATED = [
     ({"stage": 0}, "reduction", "the reduction of the gradients had begun"),
     ({"stage": 1}, "reduction", "the reduction of the gradients had begun"),

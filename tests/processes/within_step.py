@@ -35,6 +35,22 @@ class Plain(nn.Module):
         return self.second(self.dropout(torch.tanh(self.first(x)))) * self.scale
 
 
+class Average:
+    """Of the weights, where each rank has them, updated after each step, also after one that was abandoned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weight = model.first.weight.detach().clone()
+
+    def update(self, model: nn.Module) -> None:
+        self.weight.lerp_(model.first.weight.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+
+
 def train(config: dict[str, Any]) -> None:
     """`config["faults"]` in step `config["at"]`, by generation and rank: what `Fault` does, and in which of the rank's
     micro-batches, from 1."""
@@ -53,6 +69,8 @@ def train(config: dict[str, Any]) -> None:
         num_workers=config.get("num_workers", 0),
     )
     elastic.state["starts"] = crew.told["starts"] = 1
+    average = Average(model)
+    elastic.state.register(average=average)
     passes: Counter[tuple[int, int]] = Counter()
     crew.told["passes"] = passes
     crew.told["abandoned"] = 0
@@ -60,6 +78,7 @@ def train(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for x, y in loader:
             context = elastic.get_context()
+            last = engine.is_gradient_accumulation_boundary()
             before, at = at, (context.generation, context.step)
             number = number + 1 if at == before else 1
             if number == 1 and config.get("clears"):
@@ -72,6 +91,10 @@ def train(config: dict[str, Any]) -> None:
             engine.backward(loss)
             fault.comes(context, number, "step")
             engine.step()
+            if config.get("counts_batches") and elastic.get_context().rank == 0:
+                elastic.state["seen"] = crew.told["seen"] = elastic.state.get("seen", 0) + len(x)
+            if last and config["stage"] < 2:
+                average.update(model)
             crew.told["abandoned"] += elastic.get_context().abandoned
             if elastic.get_context().abandoned and config.get("clears"):
                 optimizer.zero_grad()

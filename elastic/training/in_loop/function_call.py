@@ -17,6 +17,7 @@ from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.in_loop.unfinished import fingerprint
 from elastic.training.loop import GenerationRunner, call, seed_build
 from elastic.training.result import GenerationResult, Kind
+from elastic.training.user.comparison import fingerprints
 from elastic.training.user.rates import are_apart
 
 logger = logging.getLogger(__name__)
@@ -338,7 +339,18 @@ class FunctionCall:
         """Once for every engine; what is held from an earlier one stays until an engine has it."""
         if not self._asked and self._handles is not None and result.kind in ("ended", "collective_failed"):
             self._asked = True
-            self._held = self._handles.engine.unfinished() or self._held
+            taken = self._handles.engine.unfinished()
+            if taken is not None and not taken.why:
+                self._remember_user(taken)
+            self._held = taken or self._held
+
+    def _remember_user(self, taken: Unfinished) -> None:
+        """What the loop has made of its state with whole micro-batches; it may go on to change it after an abandoned
+        one, as averages are at the end of a step."""
+        try:
+            taken.user = fingerprints(self._current.generation.state)
+        except Exception as error:  # noqa: BLE001 - to do the step again is right whatever it was
+            taken.why = f"elastic.state could not be read ({type(error).__name__}: {error})"
 
     def _remember_weights(self) -> None:
         """After the generation was aborted and left: reading them waits for the device."""

@@ -31,7 +31,8 @@ class Unfinished:
     """One rank's share of a step that its engine has not finished, taken out of that engine.
 
     `sums` are those of `batches`, begun with `ranks` ranks; `loss` and `tokens` are those of `batches`, too. `why` is
-    not empty where the share must be computed again. `weights`: see `in_loop.unfinished.fingerprint`.
+    not empty where the share must be computed again. `weights`: see `in_loop.unfinished.fingerprint`; `user`: see
+    `user.comparison.fingerprints`.
     """
 
     step: int
@@ -43,6 +44,7 @@ class Unfinished:
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     why: str = ""
     weights: Mapping[str, float] = field(default_factory=dict)
+    user: Mapping[str, int] = field(default_factory=dict)
 
     def scaled_to(self, ranks: int) -> dict[str, torch.Tensor]:
         """The sums, in place, for a step that so many ranks finish."""

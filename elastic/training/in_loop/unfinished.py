@@ -49,12 +49,18 @@ def _digest(value: torch.Tensor, name: str) -> float:
 
 
 def continued(
-    held: Unfinished | None, plan: StepPlan, step: int, module: torch.nn.Module, agreement: Agreement
+    held: Unfinished | None,
+    plan: StepPlan,
+    step: int,
+    module: torch.nn.Module,
+    user: Mapping[str, int],
+    agreement: Agreement,
 ) -> tuple[StepPlan, Unfinished | None, str]:
     """The plan by which the ranks go on after `step` finished steps: with the rest of the next step, where enough of it
-    is held. Then also what this rank brings along, else why it has nothing to bring. Collective, one exchange."""
+    is held. Then also what this rank brings along, else why it has nothing to bring. `user`: fingerprints of the user's
+    state as it was restored. Collective, one exchange."""
     whole = replace(plan, world_size=1, rank=0).deal(step)
-    why = "" if held is None else held.why or _changed(held, whole, step, module)
+    why = "" if held is None else held.why or _changed(held, whole, step, module, user)
     offers = [0] * len(whole)
     if held is not None and not why:
         for batch in held.batches:
@@ -65,7 +71,9 @@ def continued(
     return replace(plan, rest=rest), None if why else held, why
 
 
-def _changed(held: Unfinished, whole: tuple[object, ...], step: int, module: torch.nn.Module) -> str:
+def _changed(
+    held: Unfinished, whole: tuple[object, ...], step: int, module: torch.nn.Module, user: Mapping[str, int]
+) -> str:
     """Why the sums do not belong to the state that was restored; empty where they do."""
     if held.step != step:
         return f"they are of the step after {held.step}, and the state after step {step} was restored"
@@ -73,7 +81,11 @@ def _changed(held: Unfinished, whole: tuple[object, ...], step: int, module: tor
         return "the samples of the step are others"
     found = fingerprint(module)
     name = _first_difference(held.weights, found)
-    return "" if name is None else f"{name!r} is not what it was: a buffer that forward passes change, or other weights"
+    if name is not None:
+        return f"{name!r} is not what it was: a buffer that forward passes change, or other weights"
+    # What the loop has made of it is undone. A name that is not in `held.user` was set by other ranks.
+    name = next((name for name, value in held.user.items() if user.get(name) != value), None)
+    return "" if name is None else f"{name} is not what was restored: the loop has changed it within the step"
 
 
 def _first_difference(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:

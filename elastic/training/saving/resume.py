@@ -20,6 +20,7 @@ from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import EngineState
 from elastic.training.state.extra_state import install_extra
+from elastic.training.user.comparison import fingerprints
 from elastic.training.user.state import State, objects_from_json, objects_to_json
 
 _OBJECTS = "objects"
@@ -69,7 +70,8 @@ def resume(
     readers = cursor.readers_of(restored.get(READERS), plan, state.agreement)
     carried, why = None, "" if held is None else held.why
     if unfinished.refused(plan, scope.spec) is None and not plan.over(scope.step):
-        plan, carried, why = unfinished.continued(held, plan, scope.step, module, state.agreement)
+        restored_user = {} if held is None or held.why else fingerprints(user)
+        plan, carried, why = unfinished.continued(held, plan, scope.step, module, restored_user, state.agreement)
     kept = 0 if carried is None else len(carried.batches)
     scope.coordinator.restored(replace(report, kept=kept, again=why))
     scope.enter(Phase.BUILDING)

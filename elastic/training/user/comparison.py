@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ from elastic.comm.agreement import Agreement
 from elastic.core.errors import UsageError
 from elastic.training.scope import GenerationScope
 from elastic.training.state.verify_weights import MASK63, fingerprint
-from elastic.training.user.objects import ObjectState
+from elastic.training.user.objects import ObjectState, read
 from elastic.training.user.state import State
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,13 @@ def unlike(objects: Mapping[str, ObjectState], agreement: Agreement) -> list[str
         )
     _, differing = agreement.any_and_unequal([], list(hashes.values()))
     return [name for name, flag in zip(hashes, differing, strict=True) if flag]
+
+
+def fingerprints(user: State) -> dict[str, int]:
+    """Of each value and each registered object as it is now, by what a message calls it. Raises UsageError for what
+    cannot be kept."""
+    values = {f"elastic.state[{key!r}]": _hash_text(json.dumps(value)) for key, value in user.dump().items()}
+    return values | {f"the registered {name!r}": _hash(read(name, target)) for name, target in user.objects.items()}
 
 
 def _hash(saved: ObjectState) -> int:
