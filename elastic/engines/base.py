@@ -203,6 +203,10 @@ class Engine(Witness, Detachable, Protocol):
         """The model's forward pass. `last`: does this micro-batch end the step? None: not part of a step."""
         ...
 
+    def ends_step(self, last: bool) -> None:
+        """Does this micro-batch end the step? Before the backward pass of one whose `forward` was not told so."""
+        ...
+
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """A forward pass without collectives, in a step that is abandoned. Where that takes weights of other ranks: the
         zeros in the shape of the last pass; RuntimeError where there was none."""

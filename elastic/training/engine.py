@@ -168,6 +168,9 @@ class ElasticEngine:
         progress.backwards += 1
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
         engine = self._open()
+        if progress.forwards == 0:
+            # The loss is of a pass in evaluation mode, or of the model itself.
+            engine.ends_step(progress.on_last_batch)
         audited = nullcontext() if self._audit is None else self._audit.around(loss, progress.forwards)
         assert self._share is not None
         self._share.adding(progress.step, progress.active, self._loss, progress.tokens)

@@ -59,6 +59,30 @@ def test_the_gradient_is_the_mean_over_the_global_batch(crew: Crew, tmp_path: Pa
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("by", ["model", "evaluation"])
+@pytest.mark.parametrize("engine", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"engine": "fsdp2"}], ids=repr)
+def test_a_pass_that_is_not_the_engines_in_training_mode(
+    crew: Crew, tmp_path: Path, by: str, engine: dict[str, Any]
+) -> None:
+    """Seen: with FSDP2 every micro-batch made an update of its own; with ZeRO-3 the model's own passes gave other
+    gradients. Both without a word."""
+    losses = []
+    for number, called in enumerate(("engine", by)):
+        config = {**engine, "by": called, "url": str(tmp_path / str(number))}
+        outcomes = crew.run(range(2), "passes_by", config, batch=BATCH, engine=engine.get("engine", "deepspeed"))
+        if (called, engine.get("stage")) == ("model", 3):
+            for outcome in outcomes:
+                assert outcome.result.kind == "usage_error", outcome.result
+                assert "with ZeRO stage 3 call engine(batch), not the model itself" in outcome.result.message
+            return
+        assert [outcome.result.kind for outcome in outcomes] == ["finished"] * 2, outcomes[0].result.traceback
+        losses.append(
+            [sum(report.loss for report in reports) for reports in zip(*(o.reports for o in outcomes), strict=True)]
+        )
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_what_a_rank_can_ask_and_reports(crew: Crew, tmp_path: Path) -> None:
     outcomes = crew.run(
         [2, 0, 1], "train_and_tell", {"stage": 1, "url": str(tmp_path)}, batch=BATCH, checkpoint_every_steps=3, seed=5

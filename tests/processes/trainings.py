@@ -192,6 +192,18 @@ def train_and_tell_walks(config: dict[str, Any]) -> None:
         gc.enable()
 
 
+def passes_by(config: dict[str, Any]) -> None:
+    """`by` "model": without the engine, as scripts for torch's `fully_shard` call theirs; "evaluation": it trains in
+    the mode of an evaluation, as with frozen statistics."""
+    engine, loader = build(config)
+    engine.train(config["by"] != "evaluation")
+    call = engine.module if config["by"] == "model" else engine
+    for _ in elastic.epochs():
+        for x, y in loader:
+            engine.backward(nn.functional.mse_loss(call(x), y))
+            engine.step()
+
+
 def train_and_tell_draws(config: dict[str, Any]) -> None:
     """What the random stream of each weighted forward pass gives, as dropout draws it."""
     engine, loader = build(config)

@@ -81,7 +81,7 @@ class DeepSpeedAdapter:
         self._kept_sums = KeptSums(native)
         self.sums: GradientSums | str = gradient_sums(native, self._kept_sums)
         self._counted = CountedBackend()
-        self._last = True
+        self._last, self._has_pass = True, False
         self._rate_factor: Callable[[], float] = lambda: 1.0
         # What the ledger showed at the first forward pass of the step; None between two steps.
         self._began_s: float | None = None
@@ -91,12 +91,9 @@ class DeepSpeedAdapter:
         self._counted.install(self.ledger)
 
     def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
+        self._has_pass = True
         if last is not None:
-            # Set by hand for every micro-batch: the last step of a run may have fewer than DeepSpeed was told.
-            self.native.set_gradient_accumulation_boundary(last)
-            self._last = last
-            if self._began_s is None:
-                self._began_s = self.ledger.waited_s
+            self.ends_step(last)
         if self._hooks_called:
             self.native._forward_prologue(inputs, named)
         try:
@@ -108,6 +105,18 @@ class DeepSpeedAdapter:
         if self._hooks_called:
             self.native._forward_epilogue()
         return self._output.seen(output) if self._gathers else output
+
+    def ends_step(self, last: bool) -> None:
+        if self.native.zero_optimization_partition_weights() and not self._has_pass:
+            raise UsageError(
+                "engine.backward(loss) came without a pass of the engine: with ZeRO stage 3 call engine(batch), not "
+                "the model itself, whose gradients would be others"
+            )
+        # Set by hand for every micro-batch: the last step of a run may have fewer than DeepSpeed was told.
+        self.native.set_gradient_accumulation_boundary(last)
+        self._last = last
+        if self._began_s is None:
+            self._began_s = self.ledger.waited_s
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         if not self._gathers:
@@ -123,6 +132,7 @@ class DeepSpeedAdapter:
         return replace(found, by_engine=self._gathers)
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
+        self._has_pass = False
         if not self._kept_sums.restore():
             raise UsageError(
                 "the gradients of this step's earlier micro-batches were zeroed in place: remove zero_grad() from the "

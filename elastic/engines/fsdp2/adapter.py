@@ -177,17 +177,20 @@ class Fsdp2Adapter:
 
     def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
         if last is not None:
-            self._last = last
-            module: Any = self.module
-            # Within a step gradients are added up on each rank and reduced once, with its last micro-batch.
-            module.set_requires_gradient_sync(last)
-            module.set_is_last_backward(last)
-            if self._began_s is None:
-                self._began_s = self.ledger.waited_s
+            self.ends_step(last)
         output = self._output.seen(self.module(*inputs, **named))
         if self._meshes.tp is not None:
             require_local(output, "the model's output")
         return output
+
+    def ends_step(self, last: bool) -> None:
+        self._last = last
+        module: Any = self.module
+        # Within a step gradients are added up on each rank and reduced once, with its last micro-batch.
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+        if self._began_s is None:
+            self._began_s = self.ledger.waited_s
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return self._output.zeros()
