@@ -553,6 +553,31 @@ def test_gradients_zeroed_in_place_are_missed(tmp_path: Path) -> None:
     assert (result.kind, "remove zero_grad()" in result.message) == ("usage_error", True), result
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("micro_batch", [2, 6])
+def test_a_clip_that_is_left_in_the_loop(stage: int, micro_batch: int, tmp_path: Path) -> None:
+    """As torch's examples have it between backward and step. Seen: each rank clipped its own sums at every micro-batch,
+    and losses followed the number of workers. Of a whole step at stage 0 it is what the script means."""
+
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        more = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": micro_batch}
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=Numbers(), config=settings(stage, **more)
+        )
+        for x, _ in loader:
+            engine.backward(engine(x).mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            engine.step()
+
+    result, _ = run_local(train, None, GenerationSpec("script", 1, 0, 1), host_store("127.0.0.1"), str(tmp_path))
+    refused = stage < 2 and micro_batch == 2
+    assert result.kind == ("usage_error" if refused else "finished"), result.traceback
+    assert not refused or "give gradient_clipping in the configuration" in result.message
+
+
 def test_a_loader_that_is_cycled_is_answered_with_what_to_write(tmp_path: Path) -> None:
     def train() -> None:
         import elastic

@@ -133,11 +133,8 @@ class DeepSpeedAdapter:
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
         self._has_pass = False
-        if not self._kept_sums.restore():
-            raise UsageError(
-                "the gradients of this step's earlier micro-batches were zeroed in place: remove zero_grad() from the "
-                "loop, engine.step() clears them when the step is made"
-            )
+        if (changed := self._kept_sums.restore()) is not None:
+            raise UsageError(f"the gradients of this step's earlier micro-batches were {changed}")
         whole = self._whole_gradients
         if whole is None or whole.compared:
             result = self.native.backward(loss, **named)

@@ -51,13 +51,22 @@ class KeptSums:
             trained = ((parameter, parameter.grad) for parameter in self._native.module.parameters())
             self._grads = [(parameter, grad, grad._version) for parameter, grad in trained if grad is not None]
 
-    def restore(self) -> bool:
-        """Put back what the model's `zero_grad` has dropped. False where it was zeroed in place."""
+    def restore(self) -> str | None:
+        """Put back what the model's `zero_grad` has dropped. What must not be done to the rest in place, and was, with
+        what to write; None where nothing was."""
         grads, self._grads = self._grads, []
         for parameter, grad, _ in grads:
             parameter.grad = grad if parameter.grad is None else parameter.grad
         touched = any(grad._version != version for _, grad, version in grads)
-        return not touched or any(bool(grad.count_nonzero()) for _, grad, _ in grads)
+        if not touched:
+            return None
+        if any(bool(grad.count_nonzero()) for _, grad, _ in grads):
+            # Each rank would clip its own sums, as often as it has micro-batches.
+            return (
+                "changed in place: remove clip_grad_norm_() and the like from the loop, and give gradient_clipping in "
+                "the configuration, which clips the whole gradient once"
+            )
+        return "zeroed in place: remove zero_grad() from the loop, engine.step() clears them when the step is made"
 
     def release(self) -> None:
         if self._native.optimizer is not None:
@@ -239,8 +248,8 @@ class _InParameters(_Sums):
     """Implements `elastic.engines.base.GradientSums`."""
 
     def take(self) -> dict[str, torch.Tensor]:
-        if not self._kept.restore():
-            raise ValueError("the script has zeroed them")
+        if self._kept.restore() is not None:
+            raise ValueError("the script has changed them")
         found = {}
         for name, parameter in self._native.module.named_parameters():
             if parameter.grad is not None:
