@@ -109,26 +109,6 @@ def test_the_engines_own_initialize_is_answered(crew: Crew, tmp_path: Path, stil
     assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
 
 
-def test_a_loader_is_prepared_ahead(crew: Crew, tmp_path: Path, still: Run) -> None:
-    """Seen: a script with a DataLoader of its own waited at this call, without a model to rehearse."""
-    config = {**CONFIG, "prepares": True, "url": str(tmp_path)}
-    crew.begin([0, 1, 2], "sets_up_ahead", config, **MORE)
-    crew.members[2].signal(signal.SIGKILL)
-    crew.members[2].process.join()
-    for number in (0, 1):
-        crew.reached(number, "waits")
-        points = crew.members[number].points
-        assert points.index("prepared") < points.index("waits")
-        crew.abort(number, "rank 2 was lost")
-    for number in (0, 1):
-        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
-    crew.replace(2)
-    outcomes = crew.run([0, 1], "sets_up_ahead", config, **MORE)
-    _assert_ended(outcomes, "finished", LAST_STEP)
-    assert [outcome.told["calls"] for outcome in outcomes] == [1, 1]
-    assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
-
-
 def test_what_cannot_be_done_ahead_is_done_in_a_generation(crew: Crew, tmp_path: Path) -> None:
     outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "raises": 1, "url": str(tmp_path)}, **MORE)
     _assert_ended(outcomes, "finished", LAST_STEP)
@@ -156,13 +136,19 @@ def test_a_function_that_needs_no_generation_has_been_in_one(crew: Crew, tmp_pat
     assert all("has returned without elastic.initialize" in outcome.result.message for outcome in outcomes)
 
 
-def test_a_generation_that_ends_while_it_is_joined_costs_no_set_up(crew: Crew, tmp_path: Path, still: Run) -> None:
-    config = {**CONFIG, "url": str(tmp_path)}
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_generation_that_ends_while_it_is_joined_costs_no_set_up(
+    crew: Crew, tmp_path: Path, still: Run, prepares: bool
+) -> None:
+    """Seen: a script that prepares its own DataLoader waited at that call, without a model to rehearse."""
+    config = {**CONFIG, "prepares": prepares, "url": str(tmp_path)}
     crew.begin([0, 1, 2], "sets_up_ahead", config, **MORE)
     crew.members[2].signal(signal.SIGKILL)
     crew.members[2].process.join()
     for number in (0, 1):
         crew.reached(number, "waits")
+        points = crew.members[number].points
+        assert not prepares or points.index("prepared") < points.index("waits")
     for number in (0, 1):
         crew.abort(number, "rank 2 was lost")
     for number in (0, 1):

@@ -71,20 +71,23 @@ def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_pa
     assert run.decisions("function-left") == []
 
 
-def test_a_spare_that_asks_for_its_place_first_has_done_its_set_up(cluster: LocalCluster, tmp_path: Path) -> None:
-    """It came before the run's first step, when nobody knew, and was told when the others trained."""
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_spare_has_done_its_set_up_and_made_its_passes(cluster: LocalCluster, tmp_path: Path, asks: bool) -> None:
+    """It came before the run's first step, when nobody knew a place or a pass, and is told when the others train."""
     scaling = ScalingSettings(2, 2, spare_slots=1)
-    run = Run(
-        cluster, tmp_path, "loops:sets_up_while_held", scaling=scaling, memory={"every_steps": 1}, config={"asks": True}
-    )
+    config = {"asks": asks, "compiled": True}
+    run = Run(cluster, tmp_path, "loops:sets_up_while_held", scaling=scaling, memory={"every_steps": 1}, config=config)
     run.allow(6)
     run.start()
     run.reach(6)
 
     def told() -> list[str]:
-        return sorted(path.read_text() for path in tmp_path.glob("told-*"))
+        # With a dot in its name one is being written.
+        return sorted(path.read_text() for path in tmp_path.glob("told-*") if "." not in path.name)
 
-    wait_until(lambda: told() == ["0 of 2", "1 of 2", "1 of 2"], "the spare to know its place")
+    wait_until(lambda: told() == ["0 of 2", "1 of 2", "1 of 2"] * asks, "the spare to know its place")
+    run.wait_for("the spare to have made its passes", lambda _: run.decisions("rehearsed"))
+    assert " made 1 forward" in run.decisions("rehearsed")[0]
     lost = run.worker(1)["pid"]
     os.kill(lost, signal.SIGKILL)
     run.walk_until(lambda: run.handle.progress()["generation"] == 2, "the spare to take the place")

@@ -45,7 +45,7 @@ def test_functions_that_have_begun_together_ask_together(generation: int, apart:
     for rank in ranks:
         rank.ask()
     assert [rank.due() for rank in ranks] == [True, True]
-    assert user.saves, "and those who join are told that they do"
+    assert user.saves, "the run's state tells workers that join"
     for rank in ranks:
         rank.made()
     assert [rank.due() for rank in ranks] == [False, False]

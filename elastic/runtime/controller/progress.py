@@ -114,26 +114,18 @@ def left_out_record(told: Mapping[str, Any]) -> records.Decision:
 
 def function_left_record(told: Mapping[str, Any]) -> records.Decision:
     """The journal's record of a training function that could not stay in its loop."""
-    return records.decision(
-        "function-left",
-        f"worker {told['worker']}: the training function is left and called again: {told['reason']}",
-        step=told["step"],
-        generation=told["generation"],
-        world_size=told["world_size"],
-        data={"worker": told["worker"], "reason": told["reason"]},
-    )
+    sentence = f"worker {told['worker']}: the training function is left and called again: {told['reason']}"
+    return _of_worker("function-left", sentence, told, reason=told["reason"])
 
 
 def rehearsed_record(told: Mapping[str, Any]) -> records.Decision:
     """The journal's record of the passes that a worker has made before it joined."""
-    return records.decision(
-        "rehearsed",
-        f"worker {told['worker']} {told['what']}",
-        step=told["step"],
-        generation=told["generation"],
-        world_size=told["world_size"],
-        data={"worker": told["worker"]},
-    )
+    return _of_worker("rehearsed", f"worker {told['worker']} {told['what']}", told)
+
+
+def _of_worker(kind: str, sentence: str, told: Mapping[str, Any], **data: Any) -> records.Decision:
+    place = {key: told[key] for key in ("step", "generation", "world_size")}
+    return records.decision(kind, sentence, **place, data={"worker": told["worker"], **data})
 
 
 def unfinished_step_record(restore: Mapping[str, Any], world_size: int) -> records.Decision | None:

@@ -100,8 +100,8 @@ class _Gate:
         self.told: tuple[int, int] | None = None
 
     def place(self) -> tuple[int, int] | None:
-        """What the function is told, the same each time; None: the generation is there. Where nothing can be told, it
-        waits until something can, or for its generation: a spare comes before the run's first step."""
+        """The answer that the function gets, the same each time; None: its generation is there. Returns when either is
+        known: a spare comes before the run's first step, when nobody knows a place."""
         while self.told is None and threading.get_ident() == self._thread and not self._open:
             self.told = self._ahead.place()
             if self.told is None and self._ahead.begins(_ASKS_EVERY_S):

@@ -16,9 +16,10 @@ class SaveRequests:
     and `due` after; `made` when it was saved.
 
     In a run's first generation all functions have begun together, and ask together. Later a worker that has joined may
-    count from its own beginning (`if step % 1000 == 0`): what rank 0 asks for is the run's. It is told with each step
-    where the function is known to ask at all, which the run's state tells those that join; until then with the next
-    snapshot in memory, which costs nothing. `apart`: where islands train by themselves each answers for itself.
+    count from its own beginning (`if step % 1000 == 0`), so only rank 0's requests count. Once a function has asked,
+    each step has an exchange for it; the run's state tells workers that join. Before the first request nothing is
+    exchanged for it: that one goes with the next snapshot in memory. `apart`: where islands train by themselves each
+    answers for itself.
     """
 
     def __init__(self, scope: GenerationScope, user: State, snapshots: Snapshots, apart: bool) -> None:
