@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType, Store
+from torch._C._distributed_c10d import ErrorType
 
 _WORDS = {
     ErrorType.TIMEOUT: "a collective has not ended within its timeout",
@@ -59,16 +59,6 @@ def outlive_peers() -> None:
 def limit_connecting(timeout_s: float) -> None:
     """Limit how long torch waits for a communicator to be connected: 30 minutes by default. Read once per process."""
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
-
-
-def await_all(store: Store, name: str, world_size: int) -> None:
-    """Return when every rank has called this with the same `name`. Collective over the store.
-
-    Raises torch's DistError when the store's timeout is over, or when its connection is shut down by an abort.
-    """
-    if store.add(f"{name}/count", 1) == world_size:
-        store.set(f"{name}/all", "")
-    store.wait([f"{name}/all"])
 
 
 class Communicators:

@@ -24,7 +24,7 @@ from elastic.comm.allocator import let_segments_grow
 from elastic.comm.held_waits import HeldWaits
 from elastic.comm.hooks import GroupHooks
 from elastic.comm.peer_addresses import exchange
-from elastic.comm.rendezvous import connect, release_store
+from elastic.comm.rendezvous import await_all, connect, release_store
 from elastic.comm.sockets import Address, TcpSocket
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 
@@ -143,6 +143,12 @@ class ProcessGroup:
         """Has the user's code made groups (torch.distributed.new_group)? They end with the generation."""
         return self._of_script or any(group not in self._known for group in _groups())
 
+    @property
+    def store(self) -> Store:
+        """Of this generation, between `join` and `close`."""
+        assert self._store is not None
+        return self._store
+
     def collectives(self) -> int:
         """How many collectives this rank has begun in all groups together."""
         return sum(_begun(group) for group in _groups())
@@ -258,7 +264,7 @@ class ProcessGroup:
         """NCCL's communicators of all groups, when every rank is here: see `nccl`. Collective."""
         assert self._store is not None
         assert self._communicators is not None
-        nccl.await_all(self._store, f"elastic/{self.spec.generation}/connect/{name}", self.spec.world_size)
+        await_all(self._store, f"elastic/{self.spec.generation}/connect/{name}", self.spec.world_size)
         self._communicators.connect(_groups())
 
     def _abort_all(self) -> list[threading.Thread]:

@@ -72,6 +72,16 @@ def connect(rendezvous: Rendezvous, timeout_s: float, check: Callable[[], None])
     return attempt.store()
 
 
+def await_all(store: Store, name: str, ranks: int) -> None:
+    """Return when so many `ranks` have called this with the same `name`. Collective over the store.
+
+    Raises torch's DistError when the store's timeout is over, or when its connection is shut down by an abort.
+    """
+    if store.add(f"{name}/count", 1) == ranks:
+        store.set(f"{name}/all", "")
+    store.wait([f"{name}/all"])
+
+
 class _Attempt:
     """Reaches the store in the background; gives up after `timeout_s`."""
 

@@ -62,6 +62,10 @@ class _AwaitedGroup:
     def get_world_size(self, group: Any = None) -> int:
         return dist.get_world_size(group)
 
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        """torch may know that the others are past it."""
+        return dist.barrier(group, async_op, device_ids)
+
     def __getattr__(self, name: str) -> Any:
         from deepspeed.comm import comm
 

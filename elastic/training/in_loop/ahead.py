@@ -152,6 +152,17 @@ def _pass_through() -> None:
         gate.pass_through()
 
 
+def may_pass() -> bool:
+    """Of a barrier: the others are past it. Returns when that is known, or when the generation is there."""
+    gate = _gate
+    if gate is None:
+        return False
+    if gate.place() is not None:
+        return True
+    _pass_through()
+    return False
+
+
 class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run time
     """`os.environ`, in which a rank's variables are waited for."""
 

@@ -13,6 +13,7 @@ from elastic.core.names import parse_checkpoint_id
 from elastic.training import cleanup, context
 from elastic.training.in_loop.ahead import Ahead, until_needed
 from elastic.training.in_loop.assembly import Given, Handles, assemble
+from elastic.training.in_loop.barriers import Barriers
 from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.in_loop.unfinished import fingerprint
 from elastic.training.loop import GenerationRunner, call, seed_build
@@ -73,6 +74,7 @@ class FunctionCall:
         self._rates_apart = False
         # It may have been told its rank before its first batch, and keep it.
         self._knows_rank = False
+        self._barriers = Barriers()
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -108,8 +110,10 @@ class FunctionCall:
     def _called(self, runner: GenerationRunner) -> GenerationResult:
         try:
             self._runner = runner
+            self._barriers.begins()
             context.install(runner.generation)
             runner.join(self)
+            self._barriers.joined(runner.generation.group, in_set_up=True)
             self.on_its_own()
             self._call()
             return self._returned()
@@ -119,6 +123,7 @@ class FunctionCall:
     def _called_ahead(self, ahead: Ahead) -> GenerationResult:
         """Without a generation still, the function is to be called in one: it raised what it may not raise there."""
         seed_build(ahead.seed)
+        self._barriers.begins()
         try:
             with until_needed(ahead, lambda given, told: self._enter(ahead.awaited(given), told), self.rank_asked):
                 self._call()
@@ -135,7 +140,10 @@ class FunctionCall:
 
     def _call(self) -> None:
         self._calls, self._called_at = self._calls + 1, time.monotonic()
-        call(self._fn, self._config, lambda: self._runner is not None and self._runner.finished)
+        try:
+            call(self._fn, self._config, lambda: self._runner is not None and self._runner.finished)
+        finally:
+            self._barriers.closed()
 
     def _returned(self) -> GenerationResult:
         result = self._current.returned()
@@ -168,6 +176,7 @@ class FunctionCall:
             context.install(runner.generation)
             try:
                 runner.join(self, begins=False)
+                self._barriers.joined(runner.generation.group, in_set_up=not self._barriers.passed)
             except (Exception, GenerationEnded) as error:
                 result = runner.classify(error)
                 if result.kind not in _SURVIVED or runner.generation.scope.last:
@@ -203,6 +212,7 @@ class FunctionCall:
         self._knows_rank = True
 
     def initializing(self) -> None:
+        self._barriers.closed()
         self._judge("its set-up")
         seconds = time.monotonic() - self._called_at
         if self._calls > 1 and seconds > _SLOW_S:
@@ -210,12 +220,14 @@ class FunctionCall:
 
     def keep(self, given: Given, handles: Handles) -> None:
         self._given, self._handles = given, handles
+        self._barriers.reopened()
         self.on_its_own()
 
     def on_its_own(self) -> None:
         self._collectives = self._current.generation.group.collectives()
 
     def comes_back(self) -> None:
+        self._barriers.closed()
         self._judge("its code before the first batch, or between two iterations,")
 
     def abandon(self, error: BaseException) -> bool:
@@ -362,6 +374,7 @@ class FunctionCall:
         """Join the generation and build its engine underneath the handles."""
         assert self._given is not None
         runner.join(self)
+        self._barriers.joined(runner.generation.group, in_set_up=False)
         try:
             assemble(runner.generation, self._given, self._handles, self._held)
             self._held, self._asked = None, False
