@@ -27,7 +27,7 @@ from elastic.training.engine import ElasticEngine
 
 try:
     import transformers
-    from accelerate.state import GradientState
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 except ImportError as error:
     raise UsageError(
         "elastic.integrations.transformers needs transformers and accelerate: install the extra `hf` of ray-elastic"
@@ -54,6 +54,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     state: Any
     callback_handler: Any
     accelerator: Any
+    _epoch: tuple[int, int]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Called by the constructor. What accelerate keeps for the process is of the generation before: it is reset."""
@@ -157,7 +158,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             config=config,
             **self._ordered(dataset, config["train_micro_batch_size_per_gpu"], read),
         )
-        engine.begin_again("accelerate's state is that of one generation")
+        if PartialState().distributed_type == DistributedType.NO:
+            engine.begin_again("accelerate takes this process for one that trains alone")
+        engine.followers = frozenset({"accelerate", "transformers"})
         # Not to be prepared for an evaluation: accelerate would move the weights away from where ZeRO has them.
         self.accelerator._models.append(self.model)
         self.lr_scheduler = scheduler
@@ -203,12 +206,38 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         else:
             per_epoch = max(1, dataset_size // global_batch)
         self._init_training_state(self._planned_steps, per_epoch, epochs, None, None)
-        kept = api.state.get(_KEPT, {})
         self.state.max_steps = self._planned_steps
-        self.state.global_step = api.get_context().step
+        self._samples = (global_batch, dataset_size)
+        self._initial_num_input_tokens_seen = 0
+        self._take_up()
+
+    def _follow(self, epoch: int) -> None:
+        """The loader may have gone over to another generation since: its ranks, and the state that was restored."""
+        generation = context.current()
+        if generation is not None and generation.scope.spec.generation != self._generation:
+            reports = self.state.is_world_process_zero
+            self._take_up()
+            if self.state.is_world_process_zero and not reports:
+                # Progress bars and loggers begin there, on this rank alone.
+                self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        if epoch != self._epoch[0]:
+            self._epoch = (epoch, self.state.global_step)
+
+    def _take_up(self) -> None:
+        """What accelerate knows of the process is that of the generation; what the Trainer does, that of the run."""
+        generation, kept = context.current(), api.state.get(_KEPT, {})
+        assert generation is not None
+        spec = generation.scope.spec
+        self._generation = spec.generation
+        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+            shared.update(num_processes=spec.world_size, process_index=spec.rank)
+        # Persistent ones share the evaluation data out among the ranks of the generation that has made them.
+        self.__dict__.pop("_eval_dataloaders", None)
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.global_step = generation.scope.step
         # The epoch under way and the steps before it: the length of a stream's is known at its end.
         self._epoch = tuple(kept.get("epoch", (0, 0)))
-        self._samples = (global_batch, dataset_size)
         self.state.epoch = self._epochs_done()
         self.state.log_history = list(kept.get("log_history", ()))
         self.state.best_metric = kept.get("best_metric")
@@ -222,9 +251,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._total_loss_scalar = kept.get("loss_total", 0.0)
         self._globalstep_last_logged = kept.get("logged", self.state.global_step)
         self._initial_global_step = kept.get("first", self.state.global_step)
-        self._step_loss = _sum(0.0, self.args.device)
         self._began = time.time() - kept.get("seconds", 0.0)
-        self._initial_num_input_tokens_seen = 0
         self.current_flos, self._rate = 0.0, None
 
     def _epochs_done(self) -> float:
@@ -236,14 +263,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return float(epoch + (step - before) / self._planned_steps)
 
     def _elastic_epoch(self, engine: Any, loader: Any, epoch: int, ignore_keys: list[str] | None) -> None:
-        if epoch != self._epoch[0]:
-            self._epoch = (epoch, self.state.global_step)
+        self._follow(epoch)
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         first = True
         for inputs in loader:
+            self._follow(epoch)
             if first:
                 self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             first = self._micro_batch(engine, inputs)
+            if engine.abandoned:
+                # The next batch is of a step that begins, or goes on, with other ranks.
+                first = True
+                continue
             if not first:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
                 continue
@@ -251,43 +282,52 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._after(engine, epoch, ignore_keys)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
+        self._follow(epoch)
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self._after(engine, epoch, ignore_keys)
 
     def _micro_batch(self, engine: Any, inputs: Any) -> bool:
         """Forward, backward and the engine's step; True where this was the last micro-batch of an optimizer step."""
         engine.train()
-        # Those of all micro-batches of all ranks add up to one.
         share = engine.batch_share
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(engine, inputs)
         engine.backward(loss)
         if share:
-            self._step_loss += loss.detach().float() * share
             self.current_flos += float(self.floating_point_ops(inputs))
         last = bool(engine.is_gradient_accumulation_boundary())
-        if last:
+        step_loss = self._whole_loss(engine) if last else None
+        if last and not engine.abandoned:
             # transformers logs the rate that the step is made with.
             self._rate = self._get_learning_rate()
             self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         engine.step()
-        if last:
-            self._add_loss()
+        if step_loss is not None and not engine.abandoned:
+            self._add_loss(step_loss)
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             self.state.global_step += 1
             self.state.epoch = self._epochs_done()
         return last
 
-    def _add_loss(self) -> None:
+    def _whole_loss(self, engine: Any) -> torch.Tensor:
         """The mean over the global batch, at every number of ranks. Gathered in each step, as transformers gathers the
-        number of items: what has not been logged yet would be lost with its rank."""
-        torch.distributed.all_reduce(self._step_loss)
-        if self.args.logging_nan_inf_filter and not torch.isfinite(self._step_loss):
+        number of items: what has not been logged yet would be lost with its rank. Before the update: a rank that is
+        lost here costs this step alone."""
+        total = torch.as_tensor(engine.step_loss, dtype=torch.float64, device=self.args.device)
+        if not engine.abandoned:
+            try:
+                torch.distributed.all_reduce(total)
+            except Exception as error:
+                if not engine.abandons(error):
+                    raise
+        return total
+
+    def _add_loss(self, step_loss: torch.Tensor) -> None:
+        if self.args.logging_nan_inf_filter and not torch.isfinite(step_loss):
             # transformers' own rule: the average since the last line.
-            self._step_loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        self._tr_loss += self._step_loss
-        self._step_loss = torch.zeros_like(self._tr_loss)
+            step_loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        self._tr_loss += step_loss
 
     def _after(self, engine: Any, epoch: int, ignore_keys: list[str] | None) -> None:
         """Logs, evaluates and asks for a save where the arguments say so; what the next function needs is kept."""

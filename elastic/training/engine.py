@@ -61,6 +61,8 @@ class ElasticEngine:
         self._native_was_given = False
         # Why the user's function must be called again for another generation.
         self._begins_again: str | None = None
+        # Packages that learn of this rank's changes: it does not matter that they have been told it before.
+        self.followers: frozenset[str] = frozenset()
         self._buffers = PaddingBuffers()
         self._rates = Rates()
         self._passes = PassLog()
@@ -214,6 +216,17 @@ class ElasticEngine:
         """The share of the global batch that the micro-batch at hand has; 0 for padding, and between two batches."""
         progress = self._steps.progress
         return 0.0 if progress is None or progress.active is None else progress.active.weight
+
+    @property
+    def step_loss(self) -> torch.Tensor | float:
+        """This rank's part of the loss of the step at hand, up to now: at the end of the step, the parts of all ranks
+        add up to the mean over the global batch. Those of micro-batches that were kept through a loss are in it."""
+        return self._loss
+
+    @property
+    def abandoned(self) -> bool:
+        """As `elastic.get_context().abandoned`."""
+        return self._scope.broken
 
     def train_batch_size(self) -> int:
         """The global batch. DeepSpeed's own figure is nominal: it counts padding at sizes that do not divide."""

@@ -55,8 +55,10 @@ def steps(folder: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", [2])
 def test_a_killed_node_changes_no_loss(tmp_path: Path, stage: int) -> None:
     quiet = run(tmp_path, "quiet", stage)
-    killed = run(tmp_path, "killed", stage, "--chaos", "kill-node@step=7")
+    killed = run(tmp_path, "killed", stage, "--chaos", "kill-node@step=7,add-node@step=9")
     assert len(killed["summary"]["generations"]) > 1
+    records = JournalReader(str(tmp_path / "runs"), "killed").records()
+    assert [record for record in records if record.get("kind") == "function-left"] == []
     assert killed["steps"] == quiet["steps"] == 16
     assert quiet["counted"] == 16
     # Seen on CPUs: accelerate took each rank for a run of its own, and every rank was process zero.

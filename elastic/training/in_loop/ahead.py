@@ -85,12 +85,10 @@ class _Gate:
     def __init__(
         self,
         join: Callable[[Given | None, tuple[int, int] | None], None],
-        asked: Callable[[], None],
         ahead: Ahead,
     ) -> None:
         self._join = join
         self._ahead = ahead
-        self.asked = asked
         self._thread = threading.get_ident()
         self._joined = threading.Event()
         self._open = False
@@ -140,6 +138,10 @@ class _Gate:
 
 
 _gate: _Gate | None = None
+# Called when the rank is asked for.
+_asked: Callable[[], None] | None = None
+# Their code hands on what torch or the environment says.
+_HAND_ON = frozenset({"elastic", "torch", "deepspeed", "ray", "os", "collections", "_collections_abc", "functools"})
 _PLAIN: Any = type(os.environ)
 _META: Any = type(dist.GroupMember)
 _WORLD, _IS_INITIALIZED = _META.WORLD, dist.is_initialized
@@ -148,8 +150,20 @@ _WORLD, _IS_INITIALIZED = _META.WORLD, dist.is_initialized
 def _pass_through() -> None:
     gate = _gate
     if gate is not None:
-        gate.asked()
         gate.pass_through()
+
+
+def _note() -> None:
+    if _asked is not None:
+        _asked()
+
+
+def asker() -> str:
+    """The package whose code asks for the rank that is being told."""
+    frame = sys._getframe(1)
+    while (name := frame.f_globals.get("__name__", "").partition(".")[0]) in _HAND_ON and frame.f_back is not None:
+        frame = frame.f_back
+    return str(name)
 
 
 def may_pass() -> bool:
@@ -167,7 +181,9 @@ class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run 
     """`os.environ`, in which a rank's variables are waited for."""
 
     def __getitem__(self, key: Any) -> Any:
-        if key in _VARIABLES:
+        if key == "RANK":
+            _note()
+        if key in _VARIABLES and _gate is not None:
             if (told := _told(key)) is not None:
                 return told
             _pass_through()
@@ -193,7 +209,6 @@ def _told(key: str) -> str | None:
         return "0"
     if _gate is None or key not in ("RANK", "WORLD_SIZE") or (place := _gate.place()) is None:
         return None
-    _gate.asked()
     return str(place[key == "WORLD_SIZE"])
 
 
@@ -202,8 +217,9 @@ def _answering(original: Callable[..., int], number: int) -> Callable[..., int]:
 
     @functools.wraps(original)
     def answer(group: Any = None) -> int:
+        if number == 0:
+            _note()
         if group is None and _gate is not None and (place := _gate.place()) is not None:
-            _gate.asked()
             return place[number]
         return original(group)
 
@@ -215,6 +231,7 @@ _ANSWERED = {"get_rank": dist.get_rank, "get_world_size": dist.get_world_size}
 
 
 def _world(cls: Any) -> Any:
+    _note()
     _pass_through()
     return _WORLD.fget(cls)
 
@@ -224,30 +241,41 @@ def _is_initialized() -> bool:
 
 
 def _watch(gate: _Gate | None) -> None:
-    """`torch.distributed.get_rank` and the others all ask for WORLD. None: everything is torch's own again."""
+    """`torch.distributed.get_rank` and the others all ask for WORLD. None: nothing waits any more."""
     global _gate
     _gate = gate
     context.await_with(None if gate is None else gate.pass_through)
-    os.environ.__class__ = _PLAIN if gate is None else _Variables
-    _META.WORLD = _WORLD if gate is None else property(_world, _WORLD.fset)
     dist.is_initialized = dist.distributed_c10d.is_initialized = _IS_INITIALIZED if gate is None else _is_initialized
-    for name, function in (_ANSWERED if gate is None else _ASKED).items():
+    _stand_between()
+
+
+def listen(asked: Callable[[], None] | None) -> None:
+    """From here on `asked` is called wherever this process's rank is asked for, before it is told. None: no more."""
+    global _asked
+    _asked = asked
+    _stand_between()
+
+
+def _stand_between() -> None:
+    """Between who asks for the rank and who knows it, while either is of interest."""
+    plain = _gate is None and _asked is None
+    os.environ.__class__ = _PLAIN if plain else _Variables
+    _META.WORLD = _WORLD if plain else property(_world, _WORLD.fset)
+    for name, function in (_ANSWERED if plain else _ASKED).items():
         setattr(dist, name, function)
         setattr(dist.distributed_c10d, name, function)
 
 
 @contextmanager
-def until_needed(
-    ahead: Ahead, join: Callable[[Given | None, tuple[int, int] | None], None], asked: Callable[[], None]
-) -> Iterator[None]:
+def until_needed(ahead: Ahead, join: Callable[[Given | None, tuple[int, int] | None], None]) -> Iterator[None]:
     """Within it, `join` is called by the first thing that needs the generation, with what it was given where that
     is `elastic.initialize`, and with (rank, world size) where the function was told them. It installs and joins one, or
-    raises what the function is to be left with. `asked` is called where the function may have been told its rank."""
+    raises what the function is to be left with."""
     foreign_loops.refuse(ahead.kind.name)
-    gate = _Gate(join, asked, ahead)
+    gate = _Gate(join, ahead)
 
     def spec() -> Any:
-        asked()
+        _note()
         current = context.current()
         assert current is not None
         return current.scope.spec
@@ -255,6 +283,7 @@ def until_needed(
     ahead.kind.answer_user_calls(public_initialize, ahead.run_id, spec)
     # Another launcher, or this process's last generation, has left these: they are not this rank's. A library that
     # copies the whole environment would wait at them for ever (botocore, on a thread that this thread waits for).
+    os.environ.__class__ = _PLAIN
     for name in _VARIABLES:
         os.environ.pop(name, None)
     _watch(gate)

@@ -13,7 +13,7 @@ from elastic.core.names import parse_checkpoint_id
 from elastic.training import cleanup, context
 from elastic.training.in_loop.ahead import Ahead, until_needed
 from elastic.training.in_loop.assembly import Given, Handles, assemble
-from elastic.training.in_loop.barriers import Barriers
+from elastic.training.in_loop.set_up import SetUp
 from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.in_loop.unfinished import fingerprint
 from elastic.training.loop import GenerationRunner, call, seed_build
@@ -72,9 +72,7 @@ class FunctionCall:
         self._collectives: int | None = None
         # The user's code sets learning rates that differ between ranks, or from those of a step that is repeated.
         self._rates_apart = False
-        # It may have been told its rank before its first batch, and keep it.
-        self._knows_rank = False
-        self._barriers = Barriers()
+        self._set_up = SetUp()
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -110,10 +108,10 @@ class FunctionCall:
     def _called(self, runner: GenerationRunner) -> GenerationResult:
         try:
             self._runner = runner
-            self._barriers.begins()
             context.install(runner.generation)
             runner.join(self)
-            self._barriers.joined(runner.generation.group, in_set_up=True)
+            self._set_up.begins()
+            self._set_up.joined(runner.generation.group, in_set_up=True)
             self.on_its_own()
             self._call()
             return self._returned()
@@ -123,9 +121,9 @@ class FunctionCall:
     def _called_ahead(self, ahead: Ahead) -> GenerationResult:
         """Without a generation still, the function is to be called in one: it raised what it may not raise there."""
         seed_build(ahead.seed)
-        self._barriers.begins()
+        self._set_up.begins()
         try:
-            with until_needed(ahead, lambda given, told: self._enter(ahead.awaited(given), told), self.rank_asked):
+            with until_needed(ahead, lambda given, told: self._enter(ahead.awaited(given), told)):
                 self._call()
                 # It may have needed none.
                 context.current()
@@ -143,7 +141,7 @@ class FunctionCall:
         try:
             call(self._fn, self._config, lambda: self._runner is not None and self._runner.finished)
         finally:
-            self._barriers.closed()
+            self._set_up.closed()
 
     def _returned(self) -> GenerationResult:
         result = self._current.returned()
@@ -170,19 +168,21 @@ class FunctionCall:
     def _enter(self, runner: GenerationRunner, told: tuple[int, int] | None) -> None:
         """Install and join the generation that the function waits for, where it was `told` what is so. One that ends
         meanwhile is left for the next: the function has not seen it."""
+        self._set_up.closed()
         while True:
             self._require_as_told(runner, told)
             self._runner = runner
             context.install(runner.generation)
             try:
                 runner.join(self, begins=False)
-                self._barriers.joined(runner.generation.group, in_set_up=not self._barriers.passed)
+                self._set_up.joined(runner.generation.group, in_set_up=not self._set_up.passed)
             except (Exception, GenerationEnded) as error:
                 result = runner.classify(error)
                 if result.kind not in _SURVIVED or runner.generation.scope.last:
                     raise
                 cleanup.forget(error)
             else:
+                self._set_up.reopened()
                 self.on_its_own()
                 return
             runner.announce(result)
@@ -209,10 +209,10 @@ class FunctionCall:
         return self._calls > 1
 
     def rank_asked(self) -> None:
-        self._knows_rank = True
+        self._set_up.rank_asked()
 
     def initializing(self) -> None:
-        self._barriers.closed()
+        self._set_up.closed()
         self._judge("its set-up")
         seconds = time.monotonic() - self._called_at
         if self._calls > 1 and seconds > _SLOW_S:
@@ -220,14 +220,14 @@ class FunctionCall:
 
     def keep(self, given: Given, handles: Handles) -> None:
         self._given, self._handles = given, handles
-        self._barriers.reopened()
+        self._set_up.reopened()
         self.on_its_own()
 
     def on_its_own(self) -> None:
         self._collectives = self._current.generation.group.collectives()
 
     def comes_back(self) -> None:
-        self._barriers.closed()
+        self._set_up.closed()
         self._judge("its code before the first batch, or between two iterations,")
 
     def abandon(self, error: BaseException) -> bool:
@@ -329,11 +329,12 @@ class FunctionCall:
                 f"{now} workers share each layer from here on, not {before}, and {following.spec.engine} cannot cut a "
                 "model that is in use"
             )
-        if self._knows_rank and following.spec.rank == 0 != runner.spec.rank:
+        known = self._set_up.rank_known_to - (self._handles.engine.followers if self._handles else frozenset())
+        if known and following.spec.rank == 0 != runner.spec.rank:
             self._following = following
             raise self._leave_function(
-                "it is rank 0 from here on and has asked for its rank before its first batch; one that asks "
-                "elastic.get_context() in its loop stays"
+                f"it is rank 0 from here on and has asked for its rank before its first batch (in {', '.join(known)}); "
+                "one that asks elastic.get_context() in its loop stays"
             )
         if self._handles is not None and self._handles.loader.is_beyond(_step_of(following.spec.checkpoint)):
             self._following = following
@@ -374,7 +375,7 @@ class FunctionCall:
         """Join the generation and build its engine underneath the handles."""
         assert self._given is not None
         runner.join(self)
-        self._barriers.joined(runner.generation.group, in_set_up=False)
+        self._set_up.joined(runner.generation.group, in_set_up=False)
         try:
             assemble(runner.generation, self._given, self._handles, self._held)
             self._held, self._asked = None, False

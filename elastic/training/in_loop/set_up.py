@@ -1,7 +1,8 @@
-"""`torch.distributed.barrier` in the user's set-up: it is between the ranks that are in their set-up.
+"""The user's set-up, up to its first batch: its barriers, and who in it asks for the rank.
 
-Scripts have it around what one rank does for all (a download, a cache). Of a worker that joins, the others have passed
-it long ago and are in their loops: it passes too. Where functions are called again, those meet, and nobody else.
+`torch.distributed.barrier` is between the ranks that are in their set-up. Scripts have it around what one rank does for
+all (a download, a cache). Of a worker that joins, the others have passed it long ago and are in their loops: it passes
+too. Where functions are called again, those meet, and nobody else.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from elastic.training.in_loop import ahead
 _IN_SET_UP = 1 << 32
 
 
-class Barriers:
+class SetUp:
     """Of one process, on its training thread. Call order: 1. `begins` when the function is called 2. `joined` for each
     generation; `closed` and `reopened` around what is no set-up."""
 
     def __init__(self) -> None:
+        # Packages whose code has been told this process's rank in a set-up, and may keep it.
+        self.rank_known_to: set[str] = set()
         self._open = False
         self._thread = 0
         self._group: ProcessGroup | None = None
@@ -36,7 +39,11 @@ class Barriers:
     def begins(self) -> None:
         global _current
         _current = self
-        self._open, self._thread, self.passed = True, threading.get_ident(), False
+        self._thread, self.passed = threading.get_ident(), False
+        self.reopened()
+
+    def rank_asked(self) -> None:
+        self.rank_known_to.add(ahead.asker())
 
     def joined(self, group: ProcessGroup, in_set_up: bool) -> None:
         """The function is `in_set_up`, from its top: it comes to every barrier. Collective, without waiting."""
@@ -49,9 +56,11 @@ class Barriers:
 
     def closed(self) -> None:
         self._open = False
+        ahead.listen(None)
 
     def reopened(self) -> None:
         self._open = True
+        ahead.listen(self.rank_asked)
 
     def passes(self, group: Any) -> bool:
         """The barrier is passed, maybe after a while. False: it is torch's own."""
@@ -60,7 +69,7 @@ class Barriers:
         if ahead.may_pass():
             self.passed = True
             return True
-        if self._group is None or not (group is None or group is dist.group.WORLD):
+        if self._group is None or not (group is None or group is dist.distributed_c10d._world.default_pg):
             return False
         if self._takes_part:
             self._met += 1
@@ -73,7 +82,7 @@ class Barriers:
         return f"elastic/{self._group.spec.generation}/set-up/{name}"
 
 
-_current: Barriers | None = None
+_current: SetUp | None = None
 
 
 @functools.cache

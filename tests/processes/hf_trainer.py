@@ -1,0 +1,84 @@
+"""A script of transformers' Trainer, as a training function of the process tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import crew
+import torch
+from hugging_face import model_of, text
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": text(index)[0], "labels": text(index)[1]}
+
+
+def trains(config: dict[str, Any]) -> None:
+    import transformers
+
+    import elastic
+    from elastic.integrations.transformers import Trainer
+
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+
+    class Best(transformers.trainer_callback.ExportableState, transformers.TrainerCallback):  # type: ignore[misc]
+        """A state of a callback's own, which counts what it has seen."""
+
+        def __init__(self) -> None:
+            self.evaluations = self.steps = 0
+
+        def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            self.evaluations += 1
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.steps += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"evaluations": self.evaluations, "steps": self.steps}}
+
+    class Stopped(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            place = (elastic.get_context().step, elastic.get_context().rank)
+            if model.training and not elastic.get_context().resumed and place == (config.get("at"), config["victim"]):
+                crew.point("there")
+                crew.stay()
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    model = model_of({"family": "GPT2", "model": {"resid_pdrop": 0.1}})
+    counting = Best()
+    trainer = Stopped(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=config["url"],
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            warmup_steps=3,
+            num_train_epochs=3,
+            logging_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="no",
+            report_to=[],
+            # A progress bar is made where the training begins, on rank 0 alone.
+            disable_tqdm=False,
+            dataloader_num_workers=config.get("readers", 0),
+            dataloader_persistent_workers=bool(config.get("readers")),
+        ),
+        train_dataset=Tokens(37),
+        eval_dataset=Tokens(10),
+        callbacks=[counting],
+    )
+    crew.point("set up")
+    trainer.train()
+    crew.told.update(
+        log=trainer.state.log_history, steps=trainer.state.global_step, counted=(counting.steps, counting.evaluations),
+        zero=trainer.is_world_process_zero(), processes=trainer.args.world_size, epoch=trainer.state.epoch,
+    )  # fmt: skip

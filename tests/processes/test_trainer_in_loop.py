@@ -1,0 +1,97 @@
+"""transformers' Trainer stays in its loop while ranks are lost and come back; the oracle is the undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew, Outcome
+from test_oracle import _assert_ended
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.generation_spec import BatchSettings
+
+pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+pytestmark = pytest.mark.processes
+
+TRAINS = "hf_trainer.trains"
+AT, LAST_STEP = 4, 10
+
+
+def entries(outcome: Outcome) -> list[dict[str, Any]]:
+    """The log, without what tells the time."""
+    speed = ("runtime", "per_second", "total_flos", "preparation_time")
+    return [
+        {key: value for key, value in entry.items() if not any(part in key for part in speed)}
+        for entry in outcome.told["log"]
+    ]
+
+
+@pytest.mark.parametrize(("stage", "victim"), [(1, 2), (2, 2), (1, 0)])
+def test_survivors_of_a_killed_rank_stay_and_log_what_an_undisturbed_run_logs(
+    crew: Crew, tmp_path: Path, stage: int, victim: int
+) -> None:
+    """3 ranks, one is killed within a step; 2 continue; a newcomer makes them 3 again. Rank 0 is no exception: that
+    accelerate has been told another rank does not keep who takes its place from its loop."""
+    more: dict[str, Any] = {
+        "batch": BatchSettings(), "max_world_size": 3, "checkpoint_every_steps": 1,
+        "engine_config": {"zero_optimization": {"stage": stage}},
+    }  # fmt: skip
+    config: dict[str, Any] = {"in_loop": True, "ahead": True, "victim": victim, "url": str(tmp_path / "moved")}
+    crew.begin([0, 1, 2], TRAINS, {**config, "at": AT}, **more)
+    stay = [number for number in (0, 1, 2) if number != victim]
+    crew.reached(victim, "there")
+    crew.reached(0, f"committed step {AT}")
+    crew.members[victim].signal(signal.SIGKILL)
+    crew.members[victim].process.join()
+    for number in stay:
+        crew.abort(number, f"rank {victim} was lost")
+    ended = [crew.outcome(number) for number in stay]
+    assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
+    crew.replace(victim)
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+    assert store.list()[0].step == AT
+
+    config["at"] = AT
+    shrunk = crew.run(stay, TRAINS, config, checkpoint=store.list()[0].id, end_at=AT + 3, **more)
+    _assert_ended(shrunk, "ended", AT + 3)
+    grown = crew.run([*stay, victim], TRAINS, config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    left = [point for member in crew.members for point in member.points if point.startswith("left")]
+    assert left == [], "a function was left"
+    assert [outcome.told["calls"] for outcome in grown] == [1, 1, 1]
+
+    quiet = {**config, "at": None, "url": str(tmp_path / "still")}
+    still = crew.run([0, 1, 2], TRAINS, quiet, **more)
+    _assert_ended(still, "finished", LAST_STEP)
+    for moved, wanted in zip(grown, still, strict=True):
+        for key in ("steps", "counted", "zero", "processes", "epoch"):
+            assert moved.told[key] == wanted.told[key], key
+        assert len(entries(moved)) == len(entries(wanted)) > 8
+        for one, other in zip(entries(moved), entries(wanted), strict=True):
+            assert one == pytest.approx(other, rel=1e-4)
+    assert [outcome.told["zero"] for outcome in grown] == [True, False, False]
+
+
+def test_a_worker_that_trained_alone_evaluates_with_those_that_join(crew: Crew, tmp_path: Path) -> None:
+    """accelerate takes a process for one of several, or for the only one, when it begins."""
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 2, "checkpoint_every_steps": 1}
+    config: dict[str, Any] = {"in_loop": True, "ahead": True, "victim": 0, "readers": 1, "url": str(tmp_path / "grown")}
+    begun = crew.run([0], TRAINS, config, end_at=AT, **more)
+    _assert_ended(begun, "ended", AT)
+    store = CheckpointStore(str(tmp_path / "grown"), "run")
+    grown = crew.run([0, 1], TRAINS, config, checkpoint=store.list()[0].id, **more)
+    last = grown[0].result.step
+    _assert_ended(grown, "finished", last)
+    still = crew.run([0, 1], TRAINS, {**config, "url": str(tmp_path / "still")}, **more)
+    _assert_ended(still, "finished", last)
+    assert [outcome.told["processes"] for outcome in grown] == [2, 2]
+    assert [outcome.told["zero"] for outcome in grown] == [True, False]
+    for one, other in zip(entries(grown[0]), entries(still[0]), strict=True):
+        # transformers' mean over an evaluation's last batch is another one for one process.
+        if not ("eval_loss" in one and one["step"] <= AT):
+            assert one == pytest.approx(other, rel=1e-4)
+    assert [outcome.told["calls"] for outcome in grown] == [1, 1]
