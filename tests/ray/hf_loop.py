@@ -64,7 +64,7 @@ def main(config: dict[str, Any]) -> None:
     trainer = Penalised(
         model=model,
         args=arguments,
-        train_dataset=Tokens(96, 1),
+        train_dataset=Tokens(240, 1),
         eval_dataset=Tokens(10, 2),
         data_collator=collate,
         callbacks=[Counting()],
