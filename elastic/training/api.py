@@ -23,7 +23,7 @@ from elastic.training.data.loader import ElasticLoader, elapsing_epochs
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
 from elastic.training.in_loop import kept
-from elastic.training.in_loop.ahead import initializes
+from elastic.training.in_loop.ahead import initializes, known_context
 from elastic.training.in_loop.assembly import Given, assemble
 from elastic.training.session import Phase
 
@@ -190,16 +190,26 @@ def report(**metrics: Any) -> None:
 
 
 def get_context() -> Context:
-    """Where this worker is now: rank, world size, generation, step, device, whether it resumed."""
+    """Where this worker is now: rank, world size, generation, step, device, whether it resumed.
+
+    On a worker that joins a run, while the others train, rank, world size and device are known; reading anything else
+    waits for its generation.
+    """
+    if context.waits() and (known := known_context()) is not None:
+        return context.early(known, _context_now)
+    return _context_now()
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _context_now() -> Context:
     generation = _generation()
     generation.scope.moved()
     found, in_loop, steps = Context.of(generation), generation.in_loop, generation.steps
     if in_loop is None or (steps is not None and steps.progress is not None):
         return found
     return context.watched(found, in_loop.rank_asked)
-
-
-# -- inside -----------------------------------------------------------------------------------------------------------
 
 
 def _generation() -> Generation:

@@ -71,6 +71,28 @@ def watched(found: Context, asked: Callable[[], None]) -> Context:
     return made
 
 
+class _Early(Context):
+    """Of a worker that joins, before it does. What is not known is waited for, and from there on all is as it was
+    then, but for what was told before."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name in own or name not in Context.__dataclass_fields__:
+            return object.__getattribute__(self, name)
+        if name in own["_known"]:
+            own[name] = own["_known"][name]()
+        else:
+            now = vars(own["_later"]())
+            own.update({field: now[field] for field in Context.__dataclass_fields__ if field not in own["_known"]})
+        return own[name]
+
+
+def early(known: Mapping[str, Callable[[], Any]], later: Callable[[], Context]) -> Context:
+    made = object.__new__(_Early)
+    vars(made).update(_known=known, _later=later)
+    return made
+
+
 _lock = threading.Lock()
 _current: Generation | None = None
 # What elastic.state is given before a generation exists (a plain script does so before initialize).

@@ -65,7 +65,7 @@ def test_a_survivor_that_becomes_rank_0_is_told_where_it_has_asked(
     assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
 
 
-TELL = ["variable", "torch", "deepspeed.comm", "deepspeed.init_distributed", "world size"]
+TELL = ["variable", "elastic", "torch", "deepspeed.comm", "deepspeed.init_distributed", "world size"]
 
 
 @pytest.mark.parametrize("asks", TELL)

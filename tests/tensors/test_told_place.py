@@ -7,14 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import elastic
 from elastic.runtime.worker.ray_train_face import ContextFace
 from elastic.training.in_loop.ahead import Ahead, asker, listen, until_needed
 
 
 def _ahead(places: list[tuple[int, int] | None], begins: list[bool]) -> Ahead:
-    kind: Any = SimpleNamespace(name="deepspeed", answer_user_calls=lambda *_: None)
+    device = torch.device("cpu")
+    kind: Any = SimpleNamespace(name="deepspeed", answer_user_calls=lambda *_: None, device=lambda _: ("gloo", device))
     first: Any = None
     return Ahead("run", 1, kind, first, begins=lambda _: begins.pop(0), place=lambda: places.pop(0))
 
@@ -55,3 +58,23 @@ def test_one_whose_generation_begins_first_is_told_by_that() -> None:
     with until_needed(_ahead([None, None], [False, True]), _join), pytest.raises(Joined) as told:
         os.environ["RANK"]
     assert told.value.args == (None,)
+
+
+def test_what_a_context_can_say_it_says() -> None:
+    """The step, the generation and the mesh are those of its generation."""
+    asked: list[str] = []
+    listen(lambda: asked.append(asker()))
+    with until_needed(_ahead([(3, 4)], []), _join):
+        here = elastic.get_context()
+        assert (here.device, here.local_rank, here.run_id) == (torch.device("cpu"), 0, "run")
+        with pytest.raises(Joined) as told:
+            here.step  # noqa: B018
+        assert told.value.args == (None,), "nothing was told of its place"
+    with until_needed(_ahead([(3, 4)], []), _join):
+        here = elastic.get_context()
+        assert (here.world_size, asked) == (4, [])
+        assert (here.rank, asked) == (3, [__name__.partition(".")[0]])
+        with pytest.raises(Joined) as told:
+            here.resumed  # noqa: B018
+        assert told.value.args == ((3, 4),)
+    listen(None)

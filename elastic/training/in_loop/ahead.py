@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 # What `ProcessGroup.join` sets.
 _VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
 
+# Each worker has one accelerator, which is the only one that it sees.
+_LOCAL_RANK = 0
+
 # For so long the training thread waits, and the process computes nothing: it waits for a thread that waits for it.
 _STUCK_S = 20.0
 _LOOKS_EVERY_S = 0.5
@@ -94,17 +97,34 @@ class _Gate:
         self._open = False
         # What `elastic.initialize` was given, where that is what asks.
         self.given: Given | None = None
-        # (rank, world size) that the function was told.
+        # (rank, world size) as the run expects them, and as the function was told.
+        self._place: tuple[int, int] | None = None
         self.told: tuple[int, int] | None = None
 
-    def place(self) -> tuple[int, int] | None:
-        """The answer that the function gets, the same each time; None: its generation is there. Returns when either is
-        known: a spare comes before the run's first step, when nobody knows a place."""
-        while self.told is None and threading.get_ident() == self._thread and not self._open:
-            self.told = self._ahead.place()
-            if self.told is None and self._ahead.begins(_ASKS_EVERY_S):
+    def is_placed(self) -> bool:
+        """Is the place known, ahead of the generation? Returns when either is there: a spare comes before the run's
+        first step, when nobody knows a place."""
+        while self._place is None and threading.get_ident() == self._thread and not self._open:
+            self._place = self._ahead.place()
+            if self._place is None and self._ahead.begins(_ASKS_EVERY_S):
                 break
+        return self._place is not None
+
+    def tell(self) -> tuple[int, int] | None:
+        """The answer that the function gets, the same each time; None: it waits for its generation."""
+        self.told = self._place if self.is_placed() else None
         return self.told
+
+    def early(self) -> dict[str, Callable[[], Any]]:
+        """What of `elastic.get_context()` is known."""
+        ahead = self._ahead
+        return {
+            "rank": lambda: dist.get_rank(),
+            "world_size": lambda: dist.get_world_size(),
+            "run_id": lambda: ahead.run_id,
+            "local_rank": lambda: _LOCAL_RANK,
+            "device": lambda: ahead.kind.device(_LOCAL_RANK)[1],
+        }
 
     def pass_through(self) -> None:
         if threading.get_ident() != self._thread:
@@ -171,10 +191,15 @@ def may_pass() -> bool:
     gate = _gate
     if gate is None:
         return False
-    if gate.place() is not None:
+    if gate.is_placed():
         return True
     _pass_through()
     return False
+
+
+def known_context() -> dict[str, Callable[[], Any]] | None:
+    """What `elastic.get_context()` can answer ahead of the generation; None: nothing, it waits."""
+    return _gate.early() if _gate is not None and _gate.is_placed() else None
 
 
 class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run time
@@ -205,9 +230,8 @@ def _waits(thread: int) -> bool:
 def _told(key: str) -> str | None:
     """The variable, where it is known before the generation."""
     if key == "LOCAL_RANK":
-        # Each worker has one accelerator, which is the only one that it sees.
-        return "0"
-    if _gate is None or key not in ("RANK", "WORLD_SIZE") or (place := _gate.place()) is None:
+        return str(_LOCAL_RANK)
+    if _gate is None or key not in ("RANK", "WORLD_SIZE") or (place := _gate.tell()) is None:
         return None
     return str(place[key == "WORLD_SIZE"])
 
@@ -219,7 +243,7 @@ def _answering(original: Callable[..., int], number: int) -> Callable[..., int]:
     def answer(group: Any = None) -> int:
         if number == 0:
             _note()
-        if group is None and _gate is not None and (place := _gate.place()) is not None:
+        if group is None and _gate is not None and (place := _gate.tell()) is not None:
             return place[number]
         return original(group)
 
