@@ -58,8 +58,11 @@ def test_survivors_of_a_killed_rank_stay_and_log_what_an_undisturbed_run_logs(
     config["at"] = AT
     shrunk = crew.run(stay, TRAINS, config, checkpoint=store.list()[0].id, end_at=AT + 3, **more)
     _assert_ended(shrunk, "ended", AT + 3)
-    grown = crew.run([*stay, victim], TRAINS, config, checkpoint=store.list()[0].id, **more)
+    joins = {**config, "place": (2, 3)}
+    grown = crew.run([*stay, victim], TRAINS, joins, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
+    points = crew.members[victim].points
+    assert points.index("set up") < points.index("waits"), "its Trainer was made while the others trained"
     left = [point for member in crew.members for point in member.points if point.startswith("left")]
     assert left == [], "a function was left"
     assert [outcome.told["calls"] for outcome in grown] == [1, 1, 1]

@@ -231,7 +231,12 @@ def _told(key: str) -> str | None:
     """The variable, where it is known before the generation."""
     if key == "LOCAL_RANK":
         return str(_LOCAL_RANK)
-    if _gate is None or key not in ("RANK", "WORLD_SIZE") or (place := _gate.tell()) is None:
+    if _gate is None:
+        return None
+    if key in ("MASTER_ADDR", "MASTER_PORT"):
+        # On CPUs accelerate looks whether they are there, and uses them for a group that there is already.
+        return "of its generation" if asker() == "accelerate" and _gate.is_placed() else None
+    if (place := _gate.tell()) is None:
         return None
     return str(place[key == "WORLD_SIZE"])
 
