@@ -78,3 +78,20 @@ def test_what_a_context_can_say_it_says() -> None:
             here.resumed  # noqa: B018
         assert told.value.args == ((3, 4),)
     listen(None)
+
+
+def test_in_a_generation_the_rank_is_what_is_asked_for() -> None:
+    """Up to the first batch. Nobody does one thing on one worker by the world size, or since there is a group."""
+    asked: list[str] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        listen(lambda: asked.append(asker()))
+        assert dist.is_initialized()
+        assert dist.get_world_size() == 1
+        assert asked == []
+        assert dist.get_rank() == 0
+        listen(None)
+        assert (dist.get_rank(), len(asked)) == (0, 1)
+    finally:
+        listen(None)
+        dist.destroy_process_group()

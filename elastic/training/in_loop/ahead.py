@@ -178,6 +178,16 @@ def _note() -> None:
         _asked()
 
 
+def _quietly(call: Callable[[Any], int], group: Any) -> int:
+    """It looks for the default group, which is no question for the rank here."""
+    global _asked
+    before, _asked = _asked, None
+    try:
+        return call(group)
+    finally:
+        _asked = before
+
+
 def asker() -> str:
     """The package whose code asks for the rank that is being told."""
     frame = sys._getframe(1)
@@ -250,7 +260,7 @@ def _answering(original: Callable[..., int], number: int) -> Callable[..., int]:
             _note()
         if group is None and _gate is not None and (place := _gate.tell()) is not None:
             return place[number]
-        return original(group)
+        return _quietly(original, group)
 
     return answer
 
@@ -266,7 +276,7 @@ def _world(cls: Any) -> Any:
 
 
 def _is_initialized() -> bool:
-    return _gate is not None or _IS_INITIALIZED()
+    return _gate is not None or _WORLD.fget(dist.GroupMember) is not None
 
 
 def _watch(gate: _Gate | None) -> None:
@@ -274,7 +284,6 @@ def _watch(gate: _Gate | None) -> None:
     global _gate
     _gate = gate
     context.await_with(None if gate is None else gate.pass_through)
-    dist.is_initialized = dist.distributed_c10d.is_initialized = _IS_INITIALIZED if gate is None else _is_initialized
     _stand_between()
 
 
@@ -288,6 +297,7 @@ def listen(asked: Callable[[], None] | None) -> None:
 def _stand_between() -> None:
     """Between who asks for the rank and who knows it, while either is of interest."""
     plain = _gate is None and _asked is None
+    dist.is_initialized = dist.distributed_c10d.is_initialized = _IS_INITIALIZED if plain else _is_initialized
     os.environ.__class__ = _PLAIN if plain else _Variables
     _META.WORLD = _WORLD if plain else property(_world, _WORLD.fset)
     for name, function in (_ANSWERED if plain else _ASKED).items():
