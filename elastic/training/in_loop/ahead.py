@@ -288,7 +288,7 @@ def _watch(gate: _Gate | None) -> None:
 
 
 def listen(asked: Callable[[], None] | None) -> None:
-    """From here on `asked` is called wherever this process's rank is asked for, before it is told. None: no more."""
+    """From here on every question for the rank calls `asked` before it is answered. None ends it."""
     global _asked
     _asked = asked
     _stand_between()

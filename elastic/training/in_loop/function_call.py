@@ -329,7 +329,8 @@ class FunctionCall:
                 f"{now} workers share each layer from here on, not {before}, and {following.spec.engine} cannot cut a "
                 "model that is in use"
             )
-        known = self._set_up.rank_known_to - (self._handles.engine.followers if self._handles else frozenset())
+        followers = self._handles.engine.followers if self._handles else frozenset()
+        known = sorted(self._set_up.rank_known_to - followers)
         if known and following.spec.rank == 0 != runner.spec.rank:
             self._following = following
             raise self._leave_function(

@@ -31,7 +31,7 @@ class SetUp:
         self._open = False
         self._thread = 0
         self._group: ProcessGroup | None = None
-        self._met = 0
+        self._takes_part, self._met = False, 0
         # Whether the function has passed one before it had a generation.
         self.passed = False
         _install()
@@ -47,12 +47,11 @@ class SetUp:
 
     def joined(self, group: ProcessGroup, in_set_up: bool) -> None:
         """The function is `in_set_up`, from its top: it comes to every barrier. Collective, without waiting."""
-        self._group, self._met = group, 0
+        self._group, self._takes_part, self._met = group, in_set_up, 0
         size = group.spec.world_size
         count = group.store.add(self._key("joined"), 1 + _IN_SET_UP * in_set_up)
         if count % _IN_SET_UP == size:
             group.store.set(self._key("meet"), str(count // _IN_SET_UP))
-        self._takes_part = in_set_up
 
     def closed(self) -> None:
         self._open = False
