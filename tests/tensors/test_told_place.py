@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import elastic
 from elastic.runtime.worker.ray_train_face import ContextFace
-from elastic.training.in_loop.ahead import Ahead, asker, listen, until_needed
+from elastic.training.in_loop.ahead import Ahead, listen, until_needed
+from elastic.training.in_loop.set_up import SetUp
 
 
 def _ahead(places: list[tuple[int, int] | None], begins: list[bool]) -> Ahead:
@@ -32,10 +33,10 @@ def _join(model: Any, told: tuple[int, int] | None) -> None:
 
 def test_a_spare_is_told_when_the_run_has_begun() -> None:
     """It has asked before the first step."""
-    asked: list[str] = []
+    asked: list[int] = []
     places: list[tuple[int, int] | None] = [None, None, (3, 4)]
     ahead, get_rank = _ahead(places, [False, False]), dist.get_rank
-    listen(lambda: asked.append(asker()))
+    listen(lambda: asked.append(1))
     with until_needed(ahead, _join):
         assert os.environ["LOCAL_RANK"] == "0"
         assert asked == []
@@ -45,7 +46,7 @@ def test_a_spare_is_told_when_the_run_has_begun() -> None:
         assert (face.get_world_rank(), face.get_world_size(), face.get_local_rank()) == (3, 4, 0)
         assert places == []
         # For its rank: nobody does one thing on a certain worker for the world size.
-        assert asked == [__name__.partition(".")[0]] * 3
+        assert len(asked) == 3
         with pytest.raises(Joined) as told:
             dist.barrier()
         assert told.value.args == ((3, 4),)
@@ -62,8 +63,8 @@ def test_one_whose_generation_begins_first_is_told_by_that() -> None:
 
 def test_what_a_context_can_say_it_says() -> None:
     """The step, the generation and the mesh are those of its generation."""
-    asked: list[str] = []
-    listen(lambda: asked.append(asker()))
+    asked: list[int] = []
+    listen(lambda: asked.append(1))
     with until_needed(_ahead([(3, 4)], []), _join):
         here = elastic.get_context()
         assert (here.device, here.local_rank, here.run_id) == (torch.device("cpu"), 0, "run")
@@ -73,25 +74,47 @@ def test_what_a_context_can_say_it_says() -> None:
     with until_needed(_ahead([(3, 4)], []), _join):
         here = elastic.get_context()
         assert (here.world_size, asked) == (4, [])
-        assert (here.rank, asked) == (3, [__name__.partition(".")[0]])
+        assert (here.rank, asked) == (3, [1])
         with pytest.raises(Joined) as told:
             here.resumed  # noqa: B018
         assert told.value.args == ((3, 4),)
     listen(None)
 
 
-def test_in_a_generation_the_rank_is_what_is_asked_for() -> None:
+def test_in_a_generation_the_rank_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the first batch. Nobody does one thing on one worker by the world size, or since there is a group."""
-    asked: list[str] = []
+    asked: list[int] = []
+    monkeypatch.setenv("RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        listen(lambda: asked.append(asker()))
+        listen(lambda: asked.append(1))
         assert dist.is_initialized()
         assert dist.get_world_size() == 1
+        # Seen: torch.compile imports networkx, which looks for its own among all variables.
+        assert os.environ.copy()["RANK"] == dict(os.environ.items())["RANK"] == "0"
+        assert "0" in os.environ.values()
         assert asked == []
-        assert dist.get_rank() == 0
+        assert (os.environ["RANK"], os.environ.get("RANK"), os.getenv("RANK"), dist.get_rank()) == ("0", "0", "0", 0)
         listen(None)
-        assert (dist.get_rank(), len(asked)) == (0, 1)
+        assert (dist.get_rank(), len(asked)) == (0, 4)
     finally:
         listen(None)
         dist.destroy_process_group()
+
+
+def test_who_has_asked_for_the_rank_is_named_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that hand on what torch or the environment says. torch's own log asks for each line."""
+    monkeypatch.setenv("RANK", "0")
+    set_up, library = SetUp(), {"__name__": "library.parts", "os": os}
+    set_up.begins()
+    try:
+        exec("rank = int(os.environ.get('RANK', 0))", library)
+        assert (library["rank"], set_up.rank_known_to) == (0, {"library"})
+        exec("os.environ['RANK']", {"__name__": "torch._logging._internal", "os": os})
+        assert set_up.rank_known_to == {"library", "torch"}
+        set_up.rank_known_to.remove("torch")
+        exec("os.environ['RANK']", {"__name__": "torch.distributed.rendezvous", "os": os})
+        assert os.environ["RANK"] == "0"
+        assert set_up.rank_known_to == {"library", __name__.partition(".")[0]}
+    finally:
+        set_up.closed()

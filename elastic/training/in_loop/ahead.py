@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -161,7 +163,7 @@ _gate: _Gate | None = None
 # Called when the rank is asked for.
 _asked: Callable[[], None] | None = None
 # Their code hands on what torch or the environment says.
-_HAND_ON = frozenset({"elastic", "torch", "deepspeed", "ray", "os", "collections", "_collections_abc", "functools"})
+_HAND_ON = re.compile(r"(elastic|torch\.distributed|deepspeed\.comm|ray|os|collections|_collections_abc)(\.|$)")
 _PLAIN: Any = type(os.environ)
 _META: Any = type(dist.GroupMember)
 _WORLD, _IS_INITIALIZED = _META.WORLD, dist.is_initialized
@@ -191,9 +193,9 @@ def _quietly(call: Callable[[Any], int], group: Any) -> int:
 def asker() -> str:
     """The package whose code asks for the rank that is being told."""
     frame = sys._getframe(1)
-    while (name := frame.f_globals.get("__name__", "").partition(".")[0]) in _HAND_ON and frame.f_back is not None:
+    while _HAND_ON.match(name := str(frame.f_globals.get("__name__"))) and frame.f_back is not None:
         frame = frame.f_back
-    return str(name)
+    return name.partition(".")[0]
 
 
 def may_pass() -> bool:
@@ -212,11 +214,20 @@ def known_context() -> dict[str, Callable[[], Any]] | None:
     return _gate.early() if _gate is not None and _gate.is_placed() else None
 
 
+def _is_of_all(caller: FrameType) -> bool:
+    """All variables are read, for no certain one (`copy()`, `items()`), or it is asked whether there is one. networkx
+    does the former when torch.compile imports it."""
+    module, name = caller.f_globals.get("__name__"), caller.f_code.co_name
+    if module == "os":
+        return name == "copy"
+    return module in ("collections.abc", "_collections_abc") and name in ("__iter__", "__contains__")
+
+
 class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run time
     """`os.environ`, in which a rank's variables are waited for."""
 
     def __getitem__(self, key: Any) -> Any:
-        if key == "RANK":
+        if key == "RANK" and not _is_of_all(sys._getframe(1)):
             _note()
         if key in _VARIABLES and _gate is not None:
             if (told := _told(key)) is not None:

@@ -31,6 +31,9 @@ _ELSEWHERE = "it was not asking for its next batch: an evaluation, say"
 # Set-up that takes longer, and is done a second time by the same process, is named.
 _SLOW_S = 1.0
 
+# For what they log. What they do on rank 0 they do in an engine, which is made anew.
+_ASK_EACH_TIME = frozenset({"torch", "deepspeed"})
+
 # Reports that the rank has left a generation and waits for the next one, on the training thread.
 Next = Callable[[GenerationRunner, GenerationResult], GenerationRunner]
 
@@ -330,7 +333,7 @@ class FunctionCall:
                 "model that is in use"
             )
         followers = self._handles.engine.followers if self._handles else frozenset()
-        known = sorted(self._set_up.rank_known_to - followers)
+        known = sorted(self._set_up.rank_known_to - followers - _ASK_EACH_TIME)
         if known and following.spec.rank == 0 != runner.spec.rank:
             self._following = following
             raise self._leave_function(
