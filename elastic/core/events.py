@@ -233,6 +233,18 @@ class StepTimeMeasured:
 
 
 @dataclass(frozen=True)
+class MemoryMeasured:
+    """Every member has made the generation's first steps. A worker has `limit_bytes`, without what others use of it;
+    no rank's peak was more than `rest_bytes` above the training state that it holds. `held` is the JSON form of the
+    whole model's (`sharding.mesh_memory.HeldState`)."""
+
+    generation: int
+    limit_bytes: int
+    rest_bytes: int
+    held: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class ProgressStalled:
     """Heartbeats continue but no step has ended for `stalled_s`; `limit_s` follows from the run's own step times.
 
@@ -446,8 +458,9 @@ class ControlStoreBack:
 
 GenerationEvent = (
     GroupJoined | RestoreProgressed | SetUpProgressed | TrainingReached | FirstStepDone | StepTimeMeasured |
-    ProgressStalled | CollectiveFailed | UserCodeFailed | AnomalyFound | AuditFailed | StepSkipped | StragglerFound |
-    CollectivesSlowed | RestoreFailed | StopPromised | MemoryLost | WorkerLeft | WorkerCompleted | MembersReported
+    MemoryMeasured | ProgressStalled | CollectiveFailed | UserCodeFailed | AnomalyFound | AuditFailed | StepSkipped |
+    StragglerFound | CollectivesSlowed | RestoreFailed | StopPromised | MemoryLost | WorkerLeft | WorkerCompleted |
+    MembersReported
 )  # fmt: skip
 
 Event = (

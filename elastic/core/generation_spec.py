@@ -73,6 +73,10 @@ class GenerationSpec:
     # numbers the model's experts have the same names with `ep` 1.
     ep_sizes: tuple[int, ...] = ()
     pp: int = 1
+    # Other generations may have another mesh, which depends on what this one needs; and what the job reserves of the
+    # host's memory for a worker.
+    reports_memory: bool = False
+    worker_memory_bytes: int | None = None
     # The size that DeepSpeed configs written for a fixed world size are read with.
     max_world_size: int = 1
     batch: BatchSettings = field(default_factory=BatchSettings)

@@ -343,6 +343,11 @@ class RunSettings:
         if refused is not None:
             raise UsageError(refused)
 
+    @property
+    def worker_memory_bytes(self) -> int | None:
+        """What Ray reserves of a node's memory for each worker; None: nothing."""
+        return int(self.resources_per_worker.get(MEMORY, 0)) or None
+
     def __reduce__(self) -> tuple[Any, ...]:
         """As JSON also between processes: a node with an older release refuses a field that it does not know."""
         return RunSettings.from_json, (self.to_json(),)
@@ -377,6 +382,10 @@ class RunSettings:
 
 # Old field -> present one: the `job.json` of a run outlives the release that wrote it.
 _RENAMED = {"memory": "snapshots", "deepspeed_config": "engine_config"}
+
+
+# Ray's name of a node's memory among resources, in bytes.
+MEMORY = "memory"
 
 
 def refused_resources(resources_per_worker: Mapping[str, float], numa_binding: str = "off") -> str | None:

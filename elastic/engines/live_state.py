@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from elastic.core.checkpoint.shares import is_share
 from elastic.core.sharding.layout import Chunk
+from elastic.core.sharding.mesh_memory import CutBy
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters
 
 if TYPE_CHECKING:
@@ -119,6 +120,19 @@ class TensorSpec:
         return torch.Size(self.shape).numel()
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """By which rules an engine shares tensors out, at any world size: see `core.sharding.mesh_memory` for `cut_by` and
+    `shard_workers`. `experts`: parameters of which the first dimension is experts that ranks share, or with `apart`
+    each of which is one. `layers`: the layers of a pipeline that have each parameter; empty: it is none."""
+
+    cut_by: CutBy
+    experts: frozenset[str] = frozenset()
+    apart: bool = False
+    layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shard_workers: int = 0
+
+
 class ShardedState(Protocol):
     """One rank's part of an engine's tensors. All tensors are looked up anew at each call: engines re-point them.
 
@@ -173,6 +187,8 @@ class ShardedState(Protocol):
     def weights(self) -> list[Weight]:
         """The trained parameters as the module itself has them: not by way of the flats that they may lie in."""
         ...
+
+    def sharing(self) -> Sharing: ...
 
     def begin_install(self) -> None: ...
 

@@ -119,7 +119,7 @@ def _meshes(record: Record) -> Iterator[str]:
             parts = [clean(row["refusal"])]
         else:
             moved = [f"{100 * row['moved']:.0f} % of it over the network"] if row.get("moved") is not None else []
-            parts = [plural(row["world_size"], "worker"), _mesh_step(row), *moved]
+            parts = [plural(row["world_size"], "worker"), _mesh_step(row), *_mesh_memory(row), *moved]
         yield f"  {axes}: {', '.join([*parts, *(['chosen'] if row['chosen'] else [])])}"
 
 
@@ -127,6 +127,10 @@ def _mesh_step(row: Mapping[str, Any]) -> str:
     if row.get("seconds") is False:
         return f"step {number(row['step'])} of one worker's"
     return f"step {duration(row['step'])}{'' if row['measured'] else ' expected'}"
+
+
+def _mesh_memory(row: Mapping[str, Any]) -> list[str]:
+    return [f"{size(row['peak_bytes'])} of {size(row['limit_bytes'])} expected"] if "peak_bytes" in row else []
 
 
 def _controller(record: Record) -> str:

@@ -24,6 +24,7 @@ from elastic.training.scope import GenerationScope
 from elastic.training.session import Coordinator, InLoop
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.state import State
+from elastic.training.watch import memory_use
 
 
 class Generation:
@@ -61,6 +62,8 @@ class Generation:
         cleanup.warm_up(self.kind)
         self.scope.device = self.group.join(self.scope.check)
         spec = self.scope.spec
+        if spec.reports_memory:
+            memory_use.begin(self.scope.device)
         self.kind.answer_user_calls(public_initialize, spec.run_id, lambda: spec)
         self.closing.callback(self.kind.answer_user_calls, None, spec.run_id, lambda: spec)
         if not self.scope.coordinator.keeps_nothing:

@@ -78,6 +78,9 @@ class SilentCoordinator:
     def memory_lost(self, reason: str) -> None:
         logger.warning("no snapshots in memory: %s", reason)
 
+    def memory_used(self, told: Mapping[str, Any]) -> None:
+        return None
+
     def replica_moved(self, sentence: str) -> None:
         logger.warning("%s", sentence)
 

@@ -126,7 +126,8 @@ class StepLoop:
     """`progress` is the current step, None before the first. `finished`: the run's last step is done and saved.
 
     `take_metrics` gives what the user's code has reported since it was last called; `before_first` is called once,
-    before the first batch is handed out. `course`: of a stream with epochs, whose plan is made step by step.
+    before the first batch is handed out, `step_closed` after each step's report. `course`: of a stream with epochs,
+    whose plan is made step by step.
     `carried`: what this rank has of the first step already. `shares` say after which steps the run may be saved.
     `taken_over`: what it reports of steps that were made in an earlier generation and are not done again.
     """
@@ -144,6 +145,7 @@ class StepLoop:
         carried: Unfinished | None = None,
         shares: Shares | None = None,
         taken_over: Sequence[StepReport] = (),
+        step_closed: Callable[[], None] | None = None,
     ) -> None:
         self._plan = plan
         self._taken_over = taken_over
@@ -155,7 +157,7 @@ class StepLoop:
         self._scope = scope
         self._snapshots: Snapshots | None = snapshots
         self._take_metrics = take_metrics
-        self._before_first = before_first
+        self._before_first, self._step_closed = before_first, step_closed
         # The loop that runs over epochs ends the run: what it does after the last epoch belongs to the last step.
         self.ended_by_epochs = False
         self._repeated = repeated
@@ -349,7 +351,7 @@ class StepLoop:
         return self.finished
 
     def close(self) -> None:
-        self._snapshots = self._requests = self._before_first = None
+        self._snapshots = self._requests = self._before_first = self._step_closed = None
         # It holds groups.
         self._shares = Shares()
 
@@ -381,6 +383,8 @@ class StepLoop:
             stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied)
         report = replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics())
         self._scope.coordinator.step_done(report)
+        if self._step_closed is not None:
+            self._step_closed()
         snapshots.start()
         with self._scope.translating():
             self._shares.closed(report)

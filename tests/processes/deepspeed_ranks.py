@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import held_check
+
 # Of every stage's ranks: the first, the middle, the last, and those near the end that hold padding only.
 WORLDS = {64: (0, 1, 31, 62, 63), 1000: (0, 499, 500, 998, 999)}
 
@@ -123,6 +125,9 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
         assert torch.equal(found, content(*numels[chunk.name])[chunk.start : chunk.stop]), chunk
     # And what we derive from the live engine agrees with the pure layout (open_state compares them).
     state = open_state(engine)
+    shapes = [((numel,), {"group": number}) for number, group in enumerate(GROUPS) for _, numel in group]
+    tensors = [*held_check.tensors_of(zero, shapes), *held_check.frozen(zero, (FROZEN[1],))]
+    held_check.check(state.sharded, rank, world_size, {}, tensors)
     assert set(layout.chunks) <= set(state.layout.chunks)
     snapshot = state.snapshot(run_id="run", generation=1, step=0, caller={})
     assert (snapshot.extra_state is not None) == (rank == 0)

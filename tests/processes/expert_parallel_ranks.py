@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed_ranks
+import held_check
 
 # World size and over how many ranks experts are spread
 # -> ranks: with the first experts and the last, in the middle, and those that hold padding only.
@@ -137,6 +138,14 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, ep: int) -> Non
         assert all(first <= chunk.start < chunk.stop <= first + share for chunk in own), own
         assert world_size > ep or sum(chunk.numel for chunk in own) == share, own
     assert chunks or rank > 0
+    shapes = [
+        (shape, {"group": 1, "experts": 1, "cut": 0 if tp > 1 else -1} if ".experts." in name else {"group": 0})
+        for name, shape in SHAPES.items()
+    ]
+    mesh = {"ep": ep // tp, "tp": tp, "sp": sp}
+    if tp > 1:
+        state.sharded.cuts = {name: cut for name, p in engine.module.named_parameters() if (cut := cut_of(p, tp))}
+    held_check.check(state.sharded, rank, world_size, mesh, held_check.tensors_of(zero, shapes))
     deepspeed_ranks._leave(engine)
 
 

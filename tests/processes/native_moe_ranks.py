@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed_ranks
+import held_check
 from expert_parallel_ranks import WORLDS
 
 ZERO: dict[str, dict[str, Any]] = {
@@ -84,6 +85,11 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, ep: int) -> Non
         found = flat[chunk.offset : chunk.offset + chunk.numel]
         assert torch.equal(found, content(chunk.name).flatten()[chunk.start : chunk.stop]), chunk
     own = {f"{_LIST}.{rank % ep * EXPERTS // ep + at}." for at in range(EXPERTS // ep)}
+    shapes = [
+        (shape, {"group": 1, "experts": 2} if name.startswith(_LIST) else {"group": 0})
+        for name, shape in SHAPES.items()
+    ]
+    held_check.check(state.sharded, rank, world_size, {"ep": ep}, held_check.tensors_of(zero, shapes))
     held = {chunk.name for chunk in chunks if chunk.name.startswith(_LIST)}
     assert all(name.startswith(tuple(own)) for name in held), held
     # What replicas are compared by: all names on all ranks, and of the same sizes in the same order.

@@ -5,6 +5,7 @@ Run as a program it writes, as JSON, a verdict for every combination below; see 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import deepspeed_ranks
@@ -87,8 +88,42 @@ def check_rank(method: str, rank: int, world_size: int, pp: int) -> None:
     expected = state.expected()
     assert expected is not None
     assert not {chunk.name for chunk in without(expected, state.elsewhere).chunks} & state.elsewhere
+    check_held(state, method, rank, mesh, parts)
     engine.destroy()
     torch.distributed.destroy_process_group()
+
+
+def check_held(state: Any, method: str, rank: int, mesh: Any, parts: list[int]) -> None:
+    """What the ranks of a pipeline tell of their layers is the model, tied layers once; and the fullest stage of any
+    mesh is computed from it where stages are cut by parameters."""
+    import torch
+
+    from elastic.core.mesh import MeshSettings
+    from elastic.core.sharding.mesh_memory import HeldState, HeldTensors, state_bytes, together
+    from elastic.training.watch.held_state import held_state
+
+    held, own = held_state(state, torch.device("cpu"), 1)
+    last = len(ROWS) - 1
+
+    def kinds(layers: range) -> list[HeldTensors]:
+        return [
+            HeldTensors(ROWS[n], WIDTH, 1, 8, 4, group=0, layer=n, also=(last,) if n == 0 else ())
+            for n in layers
+            if n < last or 0 not in layers
+        ]
+
+    def bytes_of(layers: range) -> int:
+        numel = sum(ROWS[n] for n in layers if n < last or 0 not in layers) * WIDTH
+        return numel * 8 + -(-numel // (2 * mesh.dp)) * 2 * 4
+
+    stages = [range(begin, end) for begin, end in pairwise(parts)]
+    mine = stages[mesh.stage(rank)]
+    assert held.tensors == together(each for each in kinds(mine) if each.layer < last)
+    assert own == bytes_of(mine)
+    if method == "parameters":
+        whole = HeldState("flat", together(kinds(range(len(ROWS)))))
+        settings = MeshSettings(pp=mesh.pp)
+        assert state_bytes(whole, settings, mesh.dp * mesh.pp) == max(map(bytes_of, stages))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed_ranks
+import held_check
 
 # World size and tp -> ranks: the first cell's, one in the middle, the last, and those that hold padding only.
 WORLDS = {(64, 8): (0, 7, 29, 62, 63), (1000, 5): (0, 4, 501, 998, 999), (1000, 8): (0, 7, 500, 999)}
@@ -86,11 +87,13 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, tp: int) -> Non
     from elastic.core.mesh import Mesh
     from elastic.core.sharding.zero import zero3_layout, zero12_layout
     from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
+    from elastic.engines.deepspeed.cuts import noting_cuts
     from elastic.training.state.engine_state import open_state
 
     mesh = Mesh.of(world_size, tp=tp)
     deepspeed_ranks.join_fake(rank, world_size)
-    engine = make_engine(zero, tp)
+    with noting_cuts(tp) as cuts:
+        engine = make_engine(zero, tp)
     own = slices(tp, mesh.tensor(rank))
     group = [(name, value.numel()) for name, value in own.items()]
     if zero["stage"] == 3:
@@ -110,6 +113,9 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, tp: int) -> Non
     record, _ = state.record(1)
     assert (record.rank, record.world_size, record.tp) == (rank, world_size, tp)
     expected = {name: tuple(value.shape) for name, value in own.items()}
+    shapes = [(shape, {"cut": -1 if dim is None else dim, "group": 0}) for shape, dim in SHAPES.values()]
+    state.sharded.cuts = cuts
+    held_check.check(state.sharded, rank, world_size, {"tp": tp}, held_check.tensors_of(zero, shapes))
     assert (dict(record.parameters) if record.parameters else None) == (expected if rank < tp else None)
     deepspeed_ranks._leave(engine)
 

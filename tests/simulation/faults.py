@@ -94,6 +94,8 @@ class Plan:
     earlier_generation: int = 0
     # With fewer workers a step takes longer in proportion.
     linear: bool = False
+    # What memory a worker has; None: it reports none.
+    limit_bytes: int | None = None
 
 
 def draw(seed: int) -> Plan:
@@ -163,6 +165,7 @@ def draw(seed: int) -> Plan:
         scaling=replace(scaling, policy=policy),  # type: ignore[arg-type]
         calibration=CalibrationSettings(Random(f"calibration {seed}").choice(("off", "report", "refuse"))),
     )
+    plan.limit_bytes = Random(f"memory {seed}").choice((None, *range(20_000, 160_000, 20_000)))
     return plan
 
 

@@ -23,6 +23,7 @@ from elastic.core.run.phase import (
     Waiting,
 )
 from elastic.core.run.state import RunState, SlotPhase
+from elastic.core.sharding.mesh_memory import predict
 
 if TYPE_CHECKING:
     from simulation.controller import Controller
@@ -162,6 +163,7 @@ class Invariants:
         assert action.axes in after.settings.mesh.axes, "a mesh that the job does not allow"
         assert len(action.members) % after.settings.mesh.shape(action.axes).cell == 0, "a cell is not whole"
         self._same_slices(before, after, action)
+        self._fits(before, after, action)
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
         slots = {after.fleet.workers[worker].slot for worker in action.members if worker in after.fleet.workers}
         assert slots.isdisjoint(after.fleet.evicted), "a slot that is to be given back is trained on"
@@ -199,6 +201,24 @@ class Invariants:
                     "a worker is still inside an older generation"
                 )
 
+    def _fits(self, before: RunState, after: RunState, action: act.BeginGeneration) -> None:
+        """No mesh needs more than there is, where one is known that does not."""
+        known, limit = before.meter.measured.memory, self.world.plan.limit_bytes
+        if limit is None or not known.meshes or not action.axes:
+            return
+        size, settings = len(action.members), after.settings
+        if self.world.needed_bytes(action.axes, size) <= limit or known.fitted(size, action.axes):
+            return
+        self.world.seen("a mesh that needs more memory than there is, as all do")
+        workers = min(size + after.idle_count, settings.scaling.max_workers)
+        for axes in settings.mesh.axes:
+            formed = whole_cells(workers, settings.mesh.shape(axes).cell)
+            if formed < max(1, settings.scaling.min_workers):
+                continue
+            need = predict(known, settings.mesh, axes, formed)
+            assert not known.fitted(formed, axes), "a mesh that has trained is passed over for one without the memory"
+            assert need is None or need.peak_bytes > limit, "a mesh without the memory, although another one fits"
+
     def _same_slices(self, before: RunState, after: RunState, action: act.BeginGeneration) -> None:
         """Dropout inside layers that are cut is drawn anew with another tp: never where the last one could go on."""
         old, new = before.axes.get("tp"), action.axes.get("tp")
@@ -209,6 +229,8 @@ class Invariants:
         workers = min(len(action.members) + after.idle_count, settings.scaling.max_workers)
         size = whole_cells(workers, settings.mesh.shape({**action.axes, "tp": old}).cell)
         full = any(one.axes.get("tp") == old and one.step_s is None for one in after.meter.measured.meshes)
+        need = predict(after.meter.measured.memory, settings.mesh, {**action.axes, "tp": old}, size) if size else None
+        full = full or (need is not None and not need.suffices)
         assert full or size < max(1, settings.scaling.min_workers), "dropout is drawn anew without need"
 
     def _newest(self, before: RunState, after: RunState, event: ev.Event) -> tuple[str, int] | None:

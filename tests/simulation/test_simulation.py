@@ -40,7 +40,7 @@ SOMETIMES = {
     "a restart that waited for the control store", "a shard made of parity", "next one starts without them",
     "costs less than continuing with", "no replacement has come", "could not be measured", "workers are on others",
     "left a slow node", "a message that was taken and not written down", "a generation that is in no journal",
-    "another tp within the run",
+    "another tp within the run", "a mesh that needs more memory than there is, as all do",
 }  # fmt: skip
 
 

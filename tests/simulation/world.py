@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
@@ -10,6 +12,8 @@ from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.steps import Range
 from elastic.core.run.phase import Training
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
+from elastic.core.sharding.mesh_memory import HeldState, HeldTensors, state_bytes
+from elastic.core.typed_json import encode
 from simulation.clock import Clock
 from simulation.cluster import Cluster, Storage
 from simulation.controller import Controller
@@ -18,6 +22,14 @@ from simulation.injector import Injector
 from simulation.memory import Memory
 from simulation.processes import Group, Node, Process
 from simulation.samples import BATCH, Samples
+
+# What a run with several meshes trains: layers that are cut, experts, and what all of it takes besides.
+MODEL = HeldState(
+    "rows",
+    (HeldTensors(120, 8, 4, data_bytes=16, cut=0, group=0), HeldTensors(12, 80, 4, data_bytes=16, experts=1, group=1)),
+    slices=2,
+)
+MODEL_REST = 60_000
 
 
 class World:
@@ -169,6 +181,7 @@ class World:
             self.tell(ev.FirstStepDone(group.number, group.step), self.rng.uniform(0.01, 0.3))
         if group.step == group.start + 3:
             self.tell(ev.StepTimeMeasured(group.number, self.step_of(group)), 0.1)
+            self.measure_memory(group)
         last, ends = group.step >= self.max_steps, any(m.stop_at == group.step for m in group.members)
         durable = ends and any(m.durable for m in group.members if m.stop_at == group.step)
         if ends:
@@ -177,6 +190,18 @@ class World:
             self.storage.save(group)
         if self.plan.settings.snapshots.enabled and (ends or group.step % self.plan.snapshot_every == 0):
             self.memory.take(group)
+
+    def measure_memory(self, group: Group) -> None:
+        """What the workers of a run with several meshes would report of its memory."""
+        axes = self.controller.state.axes
+        if self.plan.limit_bytes is not None and axes and self.controller.state.generation == group.number:
+            rest = MODEL_REST // math.prod(axes.values())
+            self.tell(ev.MemoryMeasured(group.number, self.plan.limit_bytes, rest, encode(MODEL)), 0.1)
+
+    def needed_bytes(self, axes: Mapping[str, int], world_size: int) -> int:
+        """The truth: all of what is no state lies in what the axes cut."""
+        shape = self.plan.settings.mesh.shape(axes)
+        return state_bytes(MODEL, shape, world_size) + MODEL_REST // math.prod(axes.values())
 
     def stops_where_it_is(self, group: Group, durable: bool) -> None:
         """The promised step is already done: it is saved now."""

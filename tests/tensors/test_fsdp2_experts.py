@@ -7,6 +7,7 @@ Worlds of up to 1,024 ranks under torch's fake process group; the oracles of pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
-from elastic.core.mesh import Mesh
+from elastic.core.mesh import Mesh, MeshSettings
 from elastic.core.sharding.cuts import Cut
+from elastic.core.sharding.mesh_memory import state_bytes
 from elastic.engines.fsdp2 import experts as shared
 from elastic.engines.fsdp2.belongings import Belongings, release
 from elastic.engines.fsdp2.config import Options
@@ -37,6 +39,7 @@ from elastic.engines.fsdp2.tensor_parallel import read_plan
 from elastic.engines.live_state import MASTER
 from elastic.engines.model.expert_layers import NoDraws, expert_layers, require_shareable
 from elastic.engines.model.pipeline import Pipeline
+from elastic.training.watch.held_state import held_state
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = vars(Options())
@@ -214,6 +217,39 @@ def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(
     starts = {chunk.name: chunk.start for master in state.masters() for chunk in master.chunks}
     engine = SimpleNamespace(module=model, optimizer=optimizer)
     assert {part.name: part.start for part in fragments(engine) if part.kind == MASTER} == starts
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize(
+    ("size", "ep", "tp", "sp"),
+    [*((2, 2, 1, 1), (4, 4, 1, 1), (6, 2, 1, 1), (12, 4, 1, 1), (16, 8, 1, 1), (1024, 8, 1, 1), (1000, 8, 1, 1)),
+     *((8, 2, 2, 1), (16, 2, 2, 2), (1024, 4, 2, 1), (1024, 2, 4, 1), (8, 2, 1, 2), (1000, 4, 2, 1))],
+)  # fmt: skip
+def test_what_the_first_rank_tells_says_what_the_fullest_one_of_any_mesh_has(
+    world: Any, size: int, ep: int, tp: int, sp: int, copies: int
+) -> None:
+    world(0, copies * size)
+    model = Model()
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    meshes = sharded(model, ep, tp, sp, 1, size)
+    repoint(optimizer, before, dict(model.named_parameters()))
+    state = Fsdp2State(model, optimizer, None, meshes)
+    held, own = held_state(state, CPU, tp)
+    frozen = {extra.chunk.name for extra in state.frozen()}
+
+    def fullest(size: int, ep: int, tp: int, sp: int) -> int:
+        """In fp32, twice where there are gradients."""
+        rows = {name: own_rows(name, len(value), 0, size, (ep, tp, sp, 1))[0] for name, value in whole.items()}
+        return sum((4 if n in frozen else 8) * len(own) * whole[n][0].numel() for n, own in rows.items())
+
+    assert own == fullest(size, ep, tp, sp)
+    assert state_bytes(held, MeshSettings(sp, tp=tp, ep=ep), copies * size) == own
+    for cells, shares in ((4, 2), (6, 1), (24, 4), (64, 8), (1000, 2)):
+        if EXPERTS % (shares * tp) == 0:
+            settings, other = MeshSettings(sp, tp=tp, ep=shares), cells * tp * sp
+            assert state_bytes(replace(held, shard_workers=0), settings, other) == fullest(other, shares, tp, sp)
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -14,8 +14,10 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from elastic import Pipeline
 from elastic.core.errors import UsageError
+from elastic.core.mesh import MeshSettings
+from elastic.core.sharding.mesh_memory import HeldState, HeldTensors, state_bytes, together
 from elastic.core.sharding.stages import holders, interleaved
-from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, cut, prune, read_layers
+from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, cut, layer_of, layers_by_name, prune, read_layers
 from elastic.engines.fsdp2.pipeline.schedules import as_torch_has_it
 from elastic.engines.model.description import aliases
 from elastic.engines.model.plain_names import named_modules
@@ -76,6 +78,27 @@ def test_stages_one_after_another_are_the_whole_model_under_its_names(per_rank: 
         given = (chain(*given),)
     assert torch.equal(given[0], x)
     assert {name: value.shape for name, value in names.items()} == {n: p.shape for n, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_fullest_stage_of_any_pipeline_is_known_from_the_layers(tied: bool, per_rank: int) -> None:
+    model = Whole(tied=tied)
+    names = read_layers(pipeline(), model)
+    layers = layers_by_name(model, names)
+    assert layers["embed.weight"] == ((0, len(names) - 1) if tied else (0,))
+    held = HeldState("rows", together(
+        HeldTensors(len(p), p[0].numel(), data_bytes=1, group=0, layer=layers[n][0], also=layers[n][1:])
+        for n, p in model.named_parameters()
+    ))  # fmt: skip
+    for ranks in (1, 2, 3, 5):
+        own = []
+        for rank in range(ranks):
+            found = staged(model, ranks, rank, per_rank)
+            parameters = {id(p): p for number in found.own for p in layer_of(model, names[number]).parameters()}
+            own.append(sum(parameter.numel() for parameter in parameters.values()))
+        settings = MeshSettings(pp=ranks, stages_per_rank=per_rank)
+        assert state_bytes(held, settings, ranks) == max(own), ranks
 
 
 def test_layers_that_begin_stages_may_be_named() -> None:

@@ -7,6 +7,7 @@ Worlds of up to 1,024 ranks under torch's fake process group; the oracle of plac
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.comm.lanes import Lanes
 from elastic.core.errors import UsageError
-from elastic.core.mesh import Mesh
+from elastic.core.mesh import Mesh, MeshSettings
 from elastic.core.sharding.cuts import Cut
+from elastic.core.sharding.mesh_memory import state_bytes
 from elastic.engines.fsdp2.belongings import release
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
@@ -31,6 +33,7 @@ from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_even, require_local
 from elastic.engines.live_state import MASTER
+from elastic.training.watch.held_state import held_state
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = vars(Options())
@@ -178,6 +181,41 @@ def test_groups_of_a_rank_with_stages_are_those_of_its_coordinates(
         shard = lane.index(rank) % shards * tp + mesh.tensor(rank)
         among = Lanes.of_copies(meshes.copies, Lanes.of(meshes.dp.get_group(), CPU, mesh), CPU, shard)
         assert (among.index, among.count) == (mesh.stage(rank) * workers + shard, pp * workers)
+
+
+@pytest.mark.parametrize(
+    ("size", "tp", "sp", "workers"),
+    [
+        *((2, 2, 1, None), (4, 2, 1, None), (12, 4, 1, None), (40, 8, 1, None), (1000, 5, 1, None), (1024, 8, 1, None)),
+        *((24, 4, 3, None), (120, 5, 4, None), (1024, 2, 8, None), (8, 2, 1, 4), (24, 2, 2, 8), (1024, 8, 2, 64)),
+    ],
+)
+def test_what_the_first_rank_tells_says_what_the_fullest_one_of_any_mesh_has(
+    world: Any, size: int, tp: int, sp: int, workers: int | None
+) -> None:
+    """The rule of this test: blocks of rows of a slice, of fp32, twice where there are gradients."""
+    cell = world(0, size, tp, sp)
+    model = Model()
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    meshes = shard_model(model, {**OPTIONS, "shard_workers": workers}, CPU, plan=read_plan(PLAN, model, tp), cell=cell)
+    repoint(optimizer, before, dict(model.named_parameters()))
+    state = Fsdp2State(model, optimizer, None, meshes)
+    held, own = held_state(state, CPU, tp)
+    frozen = {extra.chunk.name for extra in state.frozen()}
+
+    def fullest(tp: int, shards: int) -> int:
+        slices = {name: own_slice(value, name, tp, 0) for name, value in whole.items()}
+        blocks = {name: -(-len(value) // shards) * value[0].numel() for name, value in slices.items()}
+        return sum(numel * (4 if name in frozen else 8) for name, numel in blocks.items())
+
+    assert own == fullest(tp, (workers or size) // tp)
+    assert state_bytes(held, MeshSettings(sp, tp=tp), size) == own
+    for other, slices in ((3, 1), (12, 2), (20, 5), (64, 8), (1000, 5)):
+        assert state_bytes(replace(held, shard_workers=0), MeshSettings(tp=slices), other) == fullest(
+            slices, other // slices
+        ), (other, slices)
 
 
 def assert_torch_says_so(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from elastic.core.incident import Incident
+from elastic.core.sharding.mesh_memory import HeldState, KnownMemory, MeshMemory
 
 # Newest measurements of a kind: enough for a median, and old ones stop counting when the cluster changes.
 _KEPT = 20
@@ -42,7 +43,7 @@ class Measured:
     `recovery_s`: of unplanned incidents, from the symptom to the first step, without a wait for nodes between the two
     generations. `resize_s`: the same of planned ones. `replacement_s`: from the loss of a node until the workers of
     the next new slot were ready. `step_s`: the median step, by world size. `losses` of nodes without notice within
-    `node_s` node-seconds. `meshes`: by sizes of the axes that may change, where any may.
+    `node_s` node-seconds. `meshes`: by sizes of the axes that may change, where any may; `memory`: of the same.
     """
 
     recovery_s: tuple[float, ...] = ()
@@ -52,6 +53,7 @@ class Measured:
     losses: int = 0
     node_s: float = 0.0
     meshes: tuple[TriedMesh, ...] = ()
+    memory: KnownMemory = field(default_factory=KnownMemory)
 
     @property
     def typical_resize_s(self) -> float | None:
@@ -160,6 +162,13 @@ class Meter:
         others = [one for one in self.measured.meshes if (one.world_size, one.axes) != (world_size, axes)]
         known = (*others[1 - _MESHES :], TriedMesh(world_size, axes, step_s))
         return replace(self, measured=replace(self.measured, meshes=known))
+
+    def remembered(self, world_size: int, axes: Axes, limit_bytes: int, rest_bytes: int, held: HeldState) -> Meter:
+        """On this mesh a worker has `limit_bytes`, and at most `rest_bytes` were taken besides the state."""
+        if not axes:
+            return self
+        known = self.measured.memory.measured(MeshMemory(world_size, axes, rest_bytes), limit_bytes, held)
+        return replace(self, measured=replace(self.measured, memory=known))
 
 
 def _with(known: tuple[float, ...], seconds: float) -> tuple[float, ...]:

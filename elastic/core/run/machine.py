@@ -44,6 +44,7 @@ from elastic.core.run.recovery import end_unknown_generation, in_generation
 from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
+from elastic.core.sharding.mesh_memory import HeldState
 from elastic.core.typed_json import decode
 
 
@@ -174,6 +175,8 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
         case ev.StepTimeMeasured():
             size, axes = transition.state.world_size, transition.state.axes
             transition.set(meter=transition.state.meter.stepped(size, event.step_s).tried(size, axes, event.step_s))
+        case ev.MemoryMeasured():
+            _memory_measured(transition, event)
         case ev.ProgressStalled():
             generations.progress_stalled(transition, event)
         case ev.CollectiveFailed():
@@ -204,6 +207,17 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
             generations.members_reported(transition, event)
         case _:
             assert_never(event)
+
+
+def _memory_measured(transition: Transition, event: ev.MemoryMeasured) -> None:
+    state = transition.state
+    try:
+        held = decode(HeldState, event.held)
+    except (ValueError, TypeError, KeyError):
+        # Another release has written it.
+        return
+    meter = state.meter.remembered(state.world_size, state.axes, event.limit_bytes, event.rest_bytes, held)
+    transition.set(meter=meter)
 
 
 def _restart_clocks(transition: Transition) -> None:

@@ -295,8 +295,8 @@ def _mesh_facts(transition: Transition, size: int, base: KnownCheckpoint | None)
         return [state.fleet.node_of(worker) for worker in ranked(transition, world_size, base, cell)]
 
     return MeshFacts(
-        settings.mesh, size, settings.scaling.min_workers, passes, state.meter.measured.meshes, state.axes or None,
-        before, copies, nodes_of,
+        settings.mesh, size, settings.scaling.min_workers, passes, state.meter.measured.meshes,
+        state.axes or None, before, copies, nodes_of, state.meter.measured.memory,
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Which mesh the next generation trains on, where the job lets the sizes of an axis change: every admissible one is
 looked at, at every loss and growth.
 
-The best predicted step time decides; where predictions are too near to tell, the mesh that moves the fewest bytes over
-the network; then the present one. Pure: the same facts give the same mesh in every incarnation of the controller.
+What has run out of memory is left out, and what is predicted to (`sharding.mesh_memory`). Of the others the best
+predicted step time decides; where predictions are too near to tell, the mesh that moves the fewest bytes over the
+network; then the present one. Pure: the same facts give the same mesh in every incarnation of the controller.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from elastic.core.checkpoint.snapshots import Copies
 from elastic.core.mesh import Mesh, MeshSettings, whole_cells
 from elastic.core.policy.measured import Axes, TriedMesh
+from elastic.core.sharding.mesh_memory import KnownMemory, MemoryNeed, predict
 from elastic.core.wording import plural
 
 # Predictions that differ by less are alike.
@@ -26,7 +28,8 @@ _ALIKE = 0.05
 class MeshFacts:
     """What the choice may look at. `workers` could be members, `least` must be. `passes`: the micro-batches of a step
     (None: not known before a script says). `before` is the mesh that the state was left on by `copies` (None: it comes
-    from storage, or there is none). `nodes_of(world size, cell)` are the nodes of the ranks in their order."""
+    from storage, or there is none). `nodes_of(world size, cell)` are the nodes of the ranks in their order. `memory`:
+    what meshes have needed."""
 
     settings: MeshSettings
     workers: int
@@ -37,13 +40,15 @@ class MeshFacts:
     before: Mesh | None = None
     copies: Copies = field(default_factory=Copies)
     nodes_of: Callable[[int, int], Sequence[str | None]] = lambda size, cell: ()
+    memory: KnownMemory = field(default_factory=KnownMemory)
 
 
 @dataclass(frozen=True)
 class MeshCandidate:
     """`step` is in `seconds` where a step of this run was measured (`measured`: of this very mesh), else in those of
     one worker that trains alone; `moved` the share of the state's sliced part that crosses the network (None: unknown,
-    or others are faster). `refusal`: why it cannot be taken."""
+    or others are faster). `need`: what memory is predicted (None: unknown, or known to suffice). `refusal`: why it
+    cannot be taken."""
 
     axes: Axes
     world_size: int
@@ -51,10 +56,16 @@ class MeshCandidate:
     measured: bool = False
     seconds: bool = False
     moved: float | None = None
+    need: MemoryNeed | None = None
     refusal: str = ""
 
     def __str__(self) -> str:
         return f"{self.world_size} workers with {said(self.axes)}"
+
+    @property
+    def unfit(self) -> bool:
+        """Is more memory predicted than there is?"""
+        return self.need is not None and not self.need.suffices
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,8 @@ def choose(facts: MeshFacts) -> MeshVerdict:
     the order of the settings."""
     found = _judged(facts)
     open_ = [one for one in found if not one.refusal]
+    if not open_ and any(one.unfit for one in found):
+        return _least_unfit(found)
     if not open_:
         # What has failed before is tried again rather than nothing: the run's budgets end it if it fails again.
         formed = [one for one in found if one.world_size >= max(1, facts.least)]
@@ -85,11 +98,24 @@ def choose(facts: MeshFacts) -> MeshVerdict:
     alike = [one for one in found if _is_near(one, fastest)]
     best = min(alike, key=lambda one: _preference(facts, one))
     kept = next((one.refusal for one in found if one.refusal == _kept(facts)), "")
+    if not kept and any(one.unfit for one in found):
+        kept = "nothing else fits into memory"
     return MeshVerdict(best, _why(facts, best, open_, alike, kept), tuple(found))
 
 
+def _least_unfit(found: Sequence[MeshCandidate]) -> MeshVerdict:
+    """A prediction is no proof: rather than nothing, what needs least is tried."""
+    needs = [(one.need.peak_bytes, at) for at, one in enumerate(found) if one.need is not None and one.unfit]
+    _, least = min(needs)
+    candidates = tuple(replace(one, refusal="") if at == least else one for at, one in enumerate(found))
+    chosen = candidates[least]
+    return MeshVerdict(
+        chosen, f"no mesh is predicted to fit into memory; this one needs least, {chosen.need}", candidates
+    )
+
+
 def _judged(facts: MeshFacts) -> list[MeshCandidate]:
-    predict = _predictor(facts)
+    predict_step = _predictor(facts)
     found = []
     for axes in facts.settings.axes:
         shape = facts.settings.shape(axes)
@@ -101,9 +127,10 @@ def _judged(facts: MeshFacts) -> list[MeshCandidate]:
         if (full := _out_of_memory(facts, one)) is not None:
             found.append(replace(one, refusal=f"memory did not suffice: {full.world_size} workers, {said(full.axes)}"))
             continue
-        step, measured = predict(shape, axes, one.world_size)
+        step, measured = predict_step(shape, axes, one.world_size)
         seconds = any(tried.step_s is not None for tried in facts.tried)
-        found.append(replace(one, step=step, measured=measured, seconds=seconds))
+        one = replace(one, step=step, measured=measured, seconds=seconds, need=_need(facts, one))
+        found.append(replace(one, refusal=f"memory would not suffice: {one.need}" if one.unfit else ""))
     # The tensor axis decides about dropout inside cut layers, and so about the curve: it stays while it can.
     tp = (facts.present or {}).get("tp")
     if any(not one.refusal and one.axes.get("tp") == tp for one in found):
@@ -125,6 +152,12 @@ def _out_of_memory(facts: MeshFacts, one: MeshCandidate) -> TriedMesh | None:
     """Where the same has failed, or what would have left each worker at least as much memory."""
     failed = (tried for tried in facts.tried if tried.step_s is None and tried.world_size >= one.world_size)
     return next((tried for tried in failed if all(tried.axes.get(a, 0) >= size for a, size in one.axes.items())), None)
+
+
+def _need(facts: MeshFacts, one: MeshCandidate) -> MemoryNeed | None:
+    """None also for what has trained with as few workers."""
+    fits = facts.memory.fitted(one.world_size, one.axes)
+    return None if fits else predict(facts.memory, facts.settings, one.axes, one.world_size)
 
 
 def _preference(facts: MeshFacts, one: MeshCandidate) -> tuple[float, bool, int]:
@@ -264,11 +297,17 @@ def table(verdict: MeshVerdict) -> dict[str, Any]:
             "axes": dict(one.axes),
             "world_size": one.world_size,
             **({"refusal": one.refusal} if one.refusal else _expected(one)),
+            **_memory(one),
             "chosen": one == verdict.chosen,
         }
         for one in verdict.candidates
     ]
     return {"meshes": rows}
+
+
+def _memory(one: MeshCandidate) -> dict[str, Any]:
+    """The peak of the fullest worker, in bytes, and what it has."""
+    return {} if one.need is None else {"peak_bytes": one.need.peak_bytes, "limit_bytes": one.need.limit_bytes}
 
 
 def _expected(one: MeshCandidate) -> dict[str, Any]:

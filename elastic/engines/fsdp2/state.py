@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.fsdp2.local_step import local_of
-from elastic.engines.fsdp2.meshes import Meshes, rows_of, slice_shape
+from elastic.engines.fsdp2.meshes import Meshes, is_experts, rows_of, slice_shape
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.fsdp2.tensor_parallel import cuts_of
-from elastic.engines.live_state import PARAM, Extra, Master, TensorSpec, Weight, specs_of, whole_buffer
+from elastic.engines.live_state import PARAM, Extra, Master, Sharing, TensorSpec, Weight, specs_of, whole_buffer
 from elastic.engines.model.cuts import Cuts
 from elastic.engines.model.plain_names import named_parameters
 
@@ -39,6 +39,8 @@ class Fsdp2State:
     def __init__(self, module: torch.nn.Module, base: torch.optim.Optimizer, scheduler: Any, meshes: Meshes) -> None:
         self.module = module
         self.base = base
+        # Of a pipeline's parameters, in which layers they are.
+        self.layers: Mapping[str, tuple[int, ...]] = {}
         self.rank, self.world_size = meshes.dp.get_local_rank(), meshes.dp.size()
         tp, slice_ = (1, 0) if meshes.tp is None else (meshes.tp.size(), meshes.tp.get_local_rank())
         self._shards, self._shard = meshes.shards.size(), meshes.shards.get_local_rank()
@@ -103,6 +105,11 @@ class Fsdp2State:
             # Ranks with one shard compare, and so name, all of it, rows or not, as those of other shards do.
             if name in trained and (chunk.numel or copied)
         ]
+
+    def sharing(self) -> Sharing:
+        experts = frozenset(name for name, parameter in self._parameters.items() if is_experts(parameter))
+        # With copies of shards `part` says how many there are.
+        return Sharing("rows", experts, layers=self.layers, shard_workers=self.part[0] if self.copies else 0)
 
     def begin_install(self) -> None:
         # Parameters that an evaluation pass has gathered would keep their old values.

@@ -22,6 +22,8 @@ from elastic.core.run import machine
 from elastic.core.run.phase import USER_CODE_FAILED, Finished, Joining
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
+from elastic.core.sharding.mesh_memory import MemoryReports
+from elastic.core.typed_json import encode
 from elastic.observe import records
 from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.clock import RunClock
@@ -80,6 +82,7 @@ class ControlLoop:
         self._collectives = CollectiveWatch(settings.stragglers)
         self._collectives.begin(old.state.generation)
         self._step_times = StepTimes()
+        self._memory = MemoryReports()
         self._news = News()
         self._acks = Acks()
         # The number of the last message of each worker that this controller has been sent.
@@ -214,6 +217,8 @@ class ControlLoop:
             logger.debug("a %s report of generation %d came late", item.kind, _generation_of(item))
         elif item.kind == "step":
             self._reported(self.telemetry.report(item.data, now), now)
+        elif item.kind == "memory":
+            self._memory_used(item.data)
         elif item.kind == "passes":
             self.passes = item.data["passes"]
         elif item.kind == "moved":
@@ -265,6 +270,12 @@ class ControlLoop:
         step_s = self._step_times.add(done.generation, done.duration_s, known_s)
         if step_s is not None:
             self._emit(ev.StepTimeMeasured(done.generation, round(step_s, 6)))
+
+    def _memory_used(self, told: Mapping[str, Any]) -> None:
+        found = self._memory.add(told)
+        if found is not None:
+            limit, rest, held = found
+            self._emit(ev.MemoryMeasured(told["generation"], limit, rest, encode(held)))
 
     def _take_shard(self, shard: Any) -> None:
         """A shard counts only while its generation is the newest: shards of a frozen worker that wakes up late do

@@ -394,11 +394,13 @@ class WorkerActor:
         from elastic.comm.nccl import outlive_peers
         from elastic.runtime.worker.preload import preload
         from elastic.training import cleanup
+        from elastic.training.watch import memory_use
 
         kind = preload(self._settings.engine, self._settings.snapshots.enabled)
         outlive_peers()
         # Kernels are compiled now, while nobody waits for this worker: within a join it would count as a hang.
         cleanup.warm_up(kind, self._settings)
+        memory_use.note_process()
         failures = self._settings.failures
         if self._settings.snapshots.enabled:
             from elastic.checkpoint.memory.snapshot_client import SnapshotClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -122,6 +122,9 @@ class RayCoordinator:
 
     def replica_moved(self, sentence: str) -> None:
         self._outbox.put(Item("replica_moved", {"sentence": sentence, "step": self._step, **self._place()}))
+
+    def memory_used(self, told: Mapping[str, Any]) -> None:
+        self._outbox.put(Item("memory", {**told, **self._place()}, urgent=False, replay=True))
 
     def boundary(self, step: int) -> Stop | None:
         with self._change:

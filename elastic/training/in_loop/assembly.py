@@ -54,6 +54,7 @@ from elastic.training.user.startup import before_first_batch
 from elastic.training.user.state import tensors_of
 from elastic.training.watch.anomalies import AnomalyWatch
 from elastic.training.watch.audits import Audits
+from elastic.training.watch.memory_report import MemoryReport
 
 
 @dataclass(frozen=True)
@@ -306,9 +307,10 @@ def _opened(
         before_first_batch(scope, generation.state, engine, state, source.dataset)
 
     carried = resumed.carried
+    memory = MemoryReport(scope, state) if scope.spec.reports_memory else None
     steps = StepLoop(
         scope, plan, snapshots, requests, generation.take_metrics, repeated, before_first, course, carried, shares,
-        taken_over,
+        taken_over, None if memory is None else memory.step_closed,
     )  # fmt: skip
     # Nobody would take up what is kept of a function that is called again.
     refused = "" if generation.in_loop is None else unfinished.refused(plan, scope.spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sample_journal import journal
 
 from elastic.observe.story import heading, story
+from elastic.observe.text import size
 
 
 def test_decisions_incidents_and_ends_are_told() -> None:
@@ -52,7 +53,8 @@ def test_every_mesh_that_a_generation_could_have_had_follows_the_decision() -> N
     meshes = [
         {"axes": {"ep": 1}, "world_size": 3, "step": 0.25, "measured": True, "seconds": True, "moved": 0.25,
          "chosen": True},
-        {"axes": {"ep": 2}, "world_size": 2, "step": 0.5, "measured": False, "seconds": True, "chosen": False},
+        {"axes": {"ep": 2}, "world_size": 2, "step": 0.5, "measured": False, "seconds": True, "chosen": False,
+         "peak_bytes": 3 << 30, "limit_bytes": 4 << 30},
         {"axes": {"ep": 2}, "world_size": 2, "step": 0.5, "measured": False, "seconds": False, "chosen": False},
         {"axes": {"ep": 4}, "world_size": 0, "refusal": "3 workers, and it needs 4", "chosen": False},
     ]  # fmt: skip
@@ -60,7 +62,7 @@ def test_every_mesh_that_a_generation_could_have_had_follows_the_decision() -> N
     assert [line.sentence for line in story(records)] == [
         "3 workers",
         "  ep 1: 3 workers, step 0.25 s, 25 % of it over the network, chosen",
-        "  ep 2: 2 workers, step 0.50 s expected",
+        f"  ep 2: 2 workers, step 0.50 s expected, {size(3 << 30)} of {size(4 << 30)} expected",
         "  ep 2: 2 workers, step 0.5000 of one worker's",
         "  ep 4: 3 workers, and it needs 4",
     ]

@@ -95,6 +95,7 @@ class Counterparts:
         layers = layers_of(module)
         # How many experts a rank has, by what their names begin with.
         self._counts = {names_begin(name): layer.num_local_experts for name, layer in layers.items()}
+        self.any = bool(layers)
         # How many ranks share them.
         self.ep = max((layer.ep_size for layer in layers.values()), default=1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -140,6 +140,21 @@ def tied_names(model: Any) -> tuple[str, ...]:
 def saved_elsewhere(model: nn.Module) -> frozenset[str]:
     """Names of this stage's tied parameters of which the first of their stages saves its copy."""
     return frozenset(name for name, p in model.named_parameters() if getattr(p, "ds_pipe_replicated", False))
+
+
+def layers_by_name(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """In which layers, by number, each parameter of a PipelineModule is; empty for another model."""
+    if not is_pipeline(model):
+        return {}
+    tied: dict[str, list[int]] = {}
+    for number, spec in enumerate(cast(Any, model)._layer_specs):
+        if _is_tied(spec):
+            tied.setdefault(spec.key, []).append(number)
+    return {
+        name: tuple(tied[parts[1]]) if parts[0] == "tied_modules" else (int(parts[0]),)
+        for name, _ in model.named_parameters()
+        if (parts := name.split(".")) and _of_a_layer(name)
+    }
 
 
 def _of_a_layer(name: str) -> bool:

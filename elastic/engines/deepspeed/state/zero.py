@@ -13,10 +13,20 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.core.sharding.experts import Place, neighbours
 from elastic.core.sharding.layout import RankLayout
+from elastic.core.sharding.mesh_memory import CutBy
 from elastic.engines.deepspeed.experts import config, placement
 from elastic.engines.deepspeed.experts.native import Counterparts
 from elastic.engines.deepspeed.pipeline import module as pipeline
-from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of, weights_whole
+from elastic.engines.live_state import (
+    Extra,
+    Master,
+    Sharing,
+    TensorSpec,
+    Weight,
+    parameter_names,
+    specs_of,
+    weights_whole,
+)
 from elastic.engines.model.cuts import Cuts
 from elastic.engines.model.plain_names import named_parameters
 
@@ -90,6 +100,12 @@ class ZeroState(ABC):
         """The shape before stage 3 partitioned it, with the experts of all ranks of this lane."""
         whole = placement.whole_shape(parameter, self.lanes)
         return whole or tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    def sharing(self) -> Sharing:
+        cut_by: Sequence[CutBy] = ("whole", "flat", "flat", "elements")
+        experts = frozenset(name for name, p in named_parameters(self.module) if placement.is_expert(p))
+        names, apart = frozenset(self.counterparts.of_names(experts)), self.counterparts.any
+        return Sharing(cut_by[self.zero_stage], names, apart, pipeline.layers_by_name(self.module))
 
     @abstractmethod
     def groups(self) -> list[list[str]]: ...

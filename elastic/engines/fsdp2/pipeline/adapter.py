@@ -17,7 +17,7 @@ from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.config import WEIGHTS_LATER
 from elastic.engines.fsdp2.gradients import shard_of
 from elastic.engines.fsdp2.meshes import Meshes, is_over_cell
-from elastic.engines.fsdp2.pipeline.layers import Chain, Cut
+from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, layers_by_name
 from elastic.engines.fsdp2.pipeline.passes import Pass
 from elastic.engines.fsdp2.pipeline.schedules import Schedules
 from elastic.engines.fsdp2.pipeline.stage import Stage
@@ -116,6 +116,7 @@ class PipelineAdapter(Fsdp2Adapter):
 
     def state(self) -> Fsdp2State:
         state = super().state()
+        state.layers = layers_by_name(self.module, self._cut.names)
         state.tied = tuple(sorted(self._cut.tied))
         state.elsewhere = frozenset(name for name, ranks in self._cut.tied.items() if ranks[0] != self._cut.rank)
         return state

@@ -124,6 +124,15 @@ def places_of_others(model: nn.Module, cut: Cut) -> list[tuple[nn.Module, str]]:
     return [_parent(model, name) for number, name in enumerate(cut.names) if number not in layers]
 
 
+def layers_by_name(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """In which layers, by number, each parameter is that this rank has, those of other ranks included."""
+    found: dict[int, set[int]] = {}
+    for name, parameter in named_parameters(model, remove_duplicate=False):
+        own = {number for number, layer in enumerate(names) if name.startswith(f"{layer}.")}
+        found.setdefault(id(parameter), set()).update(own)
+    return {name: tuple(sorted(found[id(parameter)])) for name, parameter in named_parameters(model)}
+
+
 class Chain:
     """In the place of a model's `forward`: the layers of one of the rank's stages, one after another. `stage`: its
     number. `before` is called with the number of each layer, counted in the whole model, before it."""

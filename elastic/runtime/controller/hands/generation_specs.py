@@ -38,6 +38,8 @@ def shared_spec(
         ep=mesh.ep,
         ep_sizes=settings.mesh.ep_sizes,
         pp=mesh.pp,
+        reports_memory=bool(settings.mesh.choices),
+        worker_memory_bytes=settings.worker_memory_bytes,
         max_world_size=settings.scaling.max_workers,
         batch=BatchSettings.of(settings),
         checkpoint=action.checkpoint,

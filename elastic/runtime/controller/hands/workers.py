@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from elastic.core import events as ev
 from elastic.core.errors import Fenced
 from elastic.core.run.state import Worker, WorkerPhase
-from elastic.core.settings import RunSettings
+from elastic.core.settings import MEMORY, RunSettings
 from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
 from elastic.runtime.ray_errors import sentence
@@ -106,6 +106,7 @@ class Workers:
             "max_concurrency": 8,
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop(MEMORY, 0) or None,
             "resources": resources,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
             # Ray adds the rest of the job's environment.

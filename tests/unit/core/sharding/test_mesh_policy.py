@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise, product
@@ -15,12 +16,14 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import Copies, Held, copies_of, place_replicas, recoverable
 from elastic.core.mesh import MeshSettings
-from elastic.core.policy.measured import TriedMesh
+from elastic.core.policy.measured import Measured, TriedMesh
 from elastic.core.run import machine
 from elastic.core.run.phase import Training
 from elastic.core.settings import RunSettings
+from elastic.core.sharding.mesh_memory import HeldState, HeldTensors, KnownMemory, MeshMemory, predict
 from elastic.core.sharding.mesh_policy import MeshCandidate, MeshFacts, choose, part, relative_step, said, table
 from elastic.core.sharding.placement import members_in_order
+from elastic.core.typed_json import decode, encode
 
 EXPERTS = MeshSettings(ep=4, choices={"ep": (1, 2, 4)})
 LAYERS = MeshSettings(tp=4, choices={"tp": (1, 2, 4)})
@@ -243,6 +246,70 @@ def test_through_any_sizes_the_mesh_is_admissible_and_comes_to_rest() -> None:
             assert changes <= 2 * (len(settings.axes) - 1), taken
 
 
+MODEL = HeldState("rows", (HeldTensors(120, 10, 1, data_bytes=1, experts=1, group=0),))
+
+
+def measured(limit: int, rest: int = 150, ep: int = 4, size: int = 4) -> KnownMemory:
+    return KnownMemory().measured(MeshMemory(size, {"ep": ep}, rest), limit, MODEL)
+
+
+def test_a_mesh_that_is_predicted_not_to_fit_is_refused_with_figures_before_it_is_tried() -> None:
+    facts = MeshFacts(EXPERTS, 3, present={"ep": 4}, memory=measured(10**6))
+    assert chosen(facts) == (3, {"ep": 1})
+    need = next(one.need for one in choose(facts).candidates if one.axes == {"ep": 1})
+    assert need is not None
+    assert (need.state_bytes, need.rest_bytes) == (400, 600)
+    tight = replace(facts, memory=measured(999))
+    assert chosen(replace(facts, memory=measured(1000))) == (3, {"ep": 1})
+    assert refusals(tight)["ep 1"] == f"memory would not suffice: {replace(need, limit_bytes=999)}"
+    # Two workers that share experts have 600 elements each, and 300 besides.
+    assert chosen(tight) == (2, {"ep": 2})
+    assert choose(tight).reason == "nothing else fits into memory"
+    assert chosen(replace(tight, workers=5)) == (5, {"ep": 1}), "more workers share more"
+
+
+def test_where_nothing_is_predicted_to_fit_the_least_is_tried_and_that_is_the_reason() -> None:
+    found = choose(MeshFacts(EXPERTS, 3, present={"ep": 4}, memory=measured(500)))
+    assert (found.chosen.world_size, found.chosen.axes) == (2, {"ep": 2})
+    assert found.reason.startswith("no mesh is predicted to fit into memory; this one needs least, ")
+    assert [row["chosen"] for row in table(found)["meshes"]] == [False, True, False]
+    # What has failed stays refused, and the next one is tried; ep 1 would leave less memory than ep 2.
+    failed = [TriedMesh(3, {"ep": 1})]
+    again = choose(MeshFacts(EXPERTS, 3, tried=failed, present={"ep": 1}, memory=measured(500, rest=10)))
+    assert (again.chosen.world_size, again.chosen.axes) == (2, {"ep": 2})
+
+
+def test_a_mesh_that_has_trained_needs_no_prediction() -> None:
+    facts = MeshFacts(EXPERTS, 4, present={"ep": 4}, memory=measured(1))
+    assert chosen(facts) == (4, {"ep": 4})
+    assert choose(facts).reason == "nothing else fits into memory"
+    assert chosen(replace(facts, workers=8)) == (8, {"ep": 4})
+
+
+def test_another_tp_is_taken_where_the_present_one_would_not_fit() -> None:
+    cut = HeldState("rows", (HeldTensors(120, 10, 1, data_bytes=1, cut=0, group=0),), slices=2)
+    known = KnownMemory().measured(MeshMemory(4, {"tp": 2}, 0), 500, cut)
+    assert chosen(MeshFacts(LAYERS, 3, present={"tp": 2}, memory=known)) == (3, {"tp": 1}), "400 elements each, not 600"
+    assert chosen(MeshFacts(LAYERS, 3, present={"tp": 2}, memory=replace(known, limit_bytes=600))) == (2, {"tp": 2})
+
+
+def test_through_any_limits_no_mesh_above_one_is_taken_while_one_below_is_known() -> None:
+    rng = Random(12)
+    for _ in range(500):
+        known, size = measured(rng.randint(100, 2000), rng.randint(0, 400), rng.choice((1, 2, 4))), rng.randint(1, 12)
+        verdict = choose(MeshFacts(EXPERTS, size, memory=known))
+        needs = {
+            said(one.axes): predict(known, EXPERTS, one.axes, one.world_size)
+            for one in verdict.candidates
+            if one.world_size and not known.fitted(one.world_size, one.axes)
+        }
+        taken = needs.get(said(verdict.chosen.axes))
+        if taken is not None and not taken.suffices:
+            formed = [one for one in verdict.candidates if one.world_size]
+            assert len(needs) == len(formed), "a mesh that has trained is passed over"
+            assert all(need is None or need.peak_bytes >= taken.peak_bytes for need in needs.values())
+
+
 def test_the_journal_has_every_mesh_and_why_it_was_not_taken() -> None:
     rows = table(choose(MeshFacts(EXPERTS, 6, least=6)))["meshes"]
     assert [(row["axes"], row["world_size"], row["chosen"]) for row in rows] == [
@@ -340,6 +407,26 @@ def test_a_replay_and_a_restarted_controller_know_the_mesh() -> None:
     assert state == story.state
     again = next(one for one in machine.reissue(state) if isinstance(one, act.BeginGeneration))
     assert again == story.acts(act.BeginGeneration)[-1]
+
+
+def test_what_a_generation_has_measured_decides_the_next_one_also_after_a_restart_and_a_resume() -> None:
+    story = run().started(4)
+    story.do(ev.MemoryMeasured(story.state.generation, 999, 150, json.loads(json.dumps(encode(MODEL)))))
+    story.lose_node(3).left(7)
+    note = [one for one in story.acts(act.Note) if one.kind == "mesh"][-1]
+    assert note.data["meshes"][0]["refusal"].startswith("memory would not suffice: ")
+    assert (note.data["meshes"][0]["peak_bytes"], note.data["meshes"][0]["limit_bytes"]) == (1000, 999)
+    state = machine.initial(RunSettings.from_json(story.state.settings.to_json()), 1000.0)
+    for event, now in story.journal:
+        state, _ = machine.step(state, ev.from_json(json.loads(json.dumps(ev.to_json(event)))), now)
+    assert state == story.state
+    assert decode(Measured, json.loads(json.dumps(encode(state.meter.measured)))) == state.meter.measured
+    # Another release's facts are left out, and the run measures anew.
+    old = {key: value for key, value in encode(state.meter.measured).items() if key != "memory"}
+    again, _ = machine.step(machine.initial(story.state.settings, 0.0), ev.RunStarted(measured=old), 0.0)
+    assert again.meter.measured == Measured()
+    strange, _ = machine.step(state, ev.MemoryMeasured(state.generation, 1, 1, {"cut_by": "rows"}), 1000.0)
+    assert strange.meter == state.meter
 
 
 def test_a_candidate_says_what_it_is() -> None:
