@@ -218,6 +218,8 @@ def _memory_measured(transition: Transition, event: ev.MemoryMeasured) -> None:
         return
     meter = state.meter.remembered(state.world_size, state.axes, event.limit_bytes, event.rest_bytes, held)
     transition.set(meter=meter)
+    # By what is known now; and stages are cut here for each mesh, not while a recovery waits for it.
+    membership.say_outlook(transition)
 
 
 def _restart_clocks(transition: Transition) -> None:

@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from elastic.core.errors import UsageError
@@ -175,20 +176,27 @@ def _by_rank(tensors: Sequence[HeldTensors], shape: MeshSettings) -> Iterator[li
     if shape.pp == 1:
         yield [(each, each.layers) for each in tensors]
         return
+    own = _layers_by_rank(tuple(tensors), shape.pp, shape.stages_per_rank)
+    where = [(each, frozenset(_layers(each))) for each in tensors]
+    for layers_of_rank in own:
+        found = [(each, len(layers_of_rank & layers)) for each, layers in where]
+        yield [(each, min(layers, 1) if each.also else layers) for each, layers in found if layers]
+
+
+@lru_cache(maxsize=256)
+def _layers_by_rank(tensors: tuple[HeldTensors, ...], pp: int, stages_per_rank: int) -> tuple[frozenset[int], ...]:
     costs, trained = Counter[int](), set[int]()
     for each in tensors:
         layers = _layers(each)
         costs.update(dict.fromkeys(layers, each.rows * each.width * each.number))
         trained |= set(layers) if each.group >= 0 else set()
     count = max(costs) + 1
-    by_rank = holders(shape.pp, stages_that_fit(shape.stages_per_rank, shape.pp, len(trained)))
+    by_rank = holders(pp, stages_that_fit(stages_per_rank, pp, len(trained)))
     begins = balanced([costs[n] for n in range(count)], [n in trained for n in range(count)], len(by_rank))
     own: dict[int, set[int]] = {}
     for begin, end, rank in zip(begins, (*begins[1:], count), by_rank, strict=True):
         own.setdefault(rank, set()).update(range(begin, end))
-    for layers_of_rank in own.values():
-        found = [(each, len(layers_of_rank & set(_layers(each)))) for each in tensors]
-        yield [(each, min(layers, 1) if each.also else layers) for each, layers in found if layers]
+    return tuple(map(frozenset, own.values()))
 
 
 def _layers(tensors: HeldTensors) -> tuple[int, ...]:

@@ -86,6 +86,9 @@ def _first_cut(
 ) -> tuple[int, int] | None:
     found: tuple[int, int] | None = None
     for end in range(begin + 1, len(rest)):
+        if found is not None and total[end] - total[begin] >= found[0]:
+            # Of more layers this stage alone would be as expensive.
+            break
         after = rest[end]
         if after is None or weighty[end] == weighty[begin]:
             continue

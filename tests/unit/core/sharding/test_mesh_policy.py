@@ -412,6 +412,8 @@ def test_a_replay_and_a_restarted_controller_know_the_mesh() -> None:
 def test_what_a_generation_has_measured_decides_the_next_one_also_after_a_restart_and_a_resume() -> None:
     story = run().started(4)
     story.do(ev.MemoryMeasured(story.state.generation, 999, 150, json.loads(json.dumps(encode(MODEL)))))
+    (told,) = [one.sentence for one in story.acts(act.Note) if one.kind == "outlook"][-1:]
+    assert told.startswith("1 lost node would leave 2 workers with ep 2 (nothing else fits into memory); 2 lost nodes ")
     story.lose_node(3).left(7)
     note = [one for one in story.acts(act.Note) if one.kind == "mesh"][-1]
     assert note.data["meshes"][0]["refusal"].startswith("memory would not suffice: ")
