@@ -51,8 +51,8 @@ class Beat:
 @dataclass(frozen=True)
 class Item:
     """One message of a worker. `kind` is "event", "step", "restored", "shard", "moved", "save_left_out", "cadence",
-    "replica_moved", "function_left", "passes", "memory" or "rehearsed"; `number` counts the worker's messages from
-    1."""
+    "replica_moved", "function_left", "passes", "recorded", "memory" or "rehearsed"; `number` counts the worker's
+    messages from 1."""
 
     kind: str
     data: Any

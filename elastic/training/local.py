@@ -75,6 +75,9 @@ class SilentCoordinator:
     def passes(self, described: Sequence[Any]) -> None:
         """Nobody joins."""
 
+    def recorded(self, recording: bytes) -> None:
+        """Nobody joins."""
+
     def memory_lost(self, reason: str) -> None:
         logger.warning("no snapshots in memory: %s", reason)
 

@@ -206,6 +206,11 @@ class Coordinator(Protocol):
         """What forward passes of training look like, as JSON, for workers that join: see `in_loop.passes`."""
         ...
 
+    def recorded(self, recording: bytes) -> None:
+        """What the collectives of the set-up gave, for workers that join: see `in_loop.recording`. Empty: they make
+        them with all others."""
+        ...
+
     def memory_lost(self, reason: str) -> None:
         """No more snapshots are taken into memory in this generation. `reason` is empty where another rank has it."""
         ...

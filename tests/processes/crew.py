@@ -92,6 +92,8 @@ class Crew:
         socket of a group after its last generation: a later test's data workers would inherit it."""
         leaks = []
         for member in self.members:
+            # Of members that a test has not begun another one might look at those.
+            member.points.clear()
             outcome = member.outcome
             stays = member.in_loop and outcome is not None and outcome.result.kind in _STAYS
             leaked = outcome is not None and not stays and bool(outcome.sockets)
@@ -290,6 +292,9 @@ class Training:
             def passes(self, described: Any) -> None:
                 told["passes"] = described
 
+            def recorded(self, recording: Any) -> None:
+                told["recording"] = recording
+
             def committed(self, manifest: Any) -> None:
                 point(f"committed step {manifest.step}")
 
@@ -381,4 +386,5 @@ def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
     kind, passes = engine_kind(spec.engine), config.get("passes", ())
     place = config.get("place")
     return Ahead(spec.run_id, spec.seed, kind, first, passes=lambda: passes, rehearsed=point, place=lambda: place,
-        alone=replace(spec, generation=1, rank=0, world_size=1, checkpoint=None))  # fmt: skip
+        alone=replace(spec, generation=1, rank=0, world_size=1, checkpoint=None),
+        recording=lambda: config.get("recording", b""))  # fmt: skip

@@ -384,12 +384,15 @@ def evaluates_and_exports(config: dict[str, Any]) -> None:
 
 def sets_up_while_held(config: dict[str, Any]) -> None:
     """Set-up lasts as long as the test wants: as long as `hold` is in the folder. Where the test wants it asks for its
-    place before, and comes to a barrier."""
+    place before, comes to a barrier, and agrees on a name."""
     if config.get("asks"):
         told = f"{os.environ['RANK']} of {torch.distributed.get_world_size()}"
         _put(Path(config["folder"]) / f"told-{os.getpid()}", told)
         # After what one rank would do for all.
         torch.distributed.barrier()
+        name = [f"of process {os.getpid()}"]
+        torch.distributed.broadcast_object_list(name, src=0)
+        _put(Path(config["folder"]) / f"name-{os.getpid()}", name[0])
     hold, until = Path(config["folder"]) / "hold", time.monotonic() + _PATIENCE_S
     while hold.exists() and time.monotonic() < until:
         (hold.parent / "sets up").touch()

@@ -68,6 +68,7 @@ def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_pa
     run.finish()
     run.assert_whole()
     assert sorted(path.read_text() for path in tmp_path.glob("told-*")) == ["0 of 2", "1 of 2", "1 of 2"] * asks
+    assert len({path.read_text() for path in tmp_path.glob("name-*")}) == asks, "one name for all of them"
     assert run.decisions("function-left") == []
 
 
@@ -95,4 +96,5 @@ def test_a_spare_has_done_its_set_up_and_made_its_passes(cluster: LocalCluster, 
     run.assert_whole()
     (incident,) = run.incidents()
     assert (incident["kind"], incident["world_size"], incident["next_world_size"]) == ("worker-lost", 2, 2)
+    assert len({path.read_text() for path in tmp_path.glob("name-*")}) == asks, "one name for all of them"
     assert run.decisions("function-left") == []

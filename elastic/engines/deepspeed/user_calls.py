@@ -69,8 +69,23 @@ class _AwaitedGroup:
     def __getattr__(self, name: str) -> Any:
         from deepspeed.comm import comm
 
+        if name in _KNOWN_TO_TORCH:
+            return functools.partial(_by_torch, name)
         self._wait()
         return getattr(comm.cdb, name)
+
+
+# What a set-up's collectives have given to others: see `training.in_loop.recording`.
+_KNOWN_TO_TORCH = frozenset({"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"})
+
+
+def _by_torch(name: str, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed has names of its own for sums and maxima."""
+    from deepspeed.comm import ReduceOp
+
+    ops = {op: getattr(dist.ReduceOp, op.name, None) for op in ReduceOp}
+    given = [ops[each] if isinstance(each, ReduceOp) else each for each in args]
+    return getattr(dist, name)(*given, **kwargs)
 
 
 def await_group(wait: Callable[[], Any]) -> None:

@@ -197,6 +197,11 @@ class ControllerActor:
         await self._begun()
         return self._loop.passes
 
+    async def recording(self) -> bytes | None:
+        """What the collectives of the others' set-up gave, for a worker that is to join; None: not told yet."""
+        await self._begun()
+        return self._loop.recording
+
     async def expected_place(self, worker: int) -> tuple[int, int] | None:
         """(rank, world size) that a worker may be told before it joins."""
         await self._begun()

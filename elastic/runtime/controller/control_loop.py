@@ -74,8 +74,9 @@ class ControlLoop:
         self.telemetry = old.telemetry(settings, self.clock.now(), journal.note)
         self.heartbeats = HeartbeatTable(settings.failures, lambda: self.state, self.telemetry, emit, self.clock.now)
         self.fenced = 0
-        # What workers that join may rehearse, as the newest rank 0 has told.
+        # What workers that join may rehearse, and what collectives of their set-up gave, as the newest rank 0 has told.
         self.passes: Sequence[Any] = ()
+        self.recording: bytes | None = None
         self._incidents = IncidentBook(journal.note, settings.run_id)
         self._stragglers = StragglerWatch(settings.stragglers)
         self._stragglers.begin(old.state.generation, old.state.members)
@@ -221,6 +222,8 @@ class ControlLoop:
             self._memory_used(item.data)
         elif item.kind == "passes":
             self.passes = item.data["passes"]
+        elif item.kind == "recorded":
+            self.recording = item.data["recording"]
         elif item.kind == "moved":
             self.telemetry.watch.moved(item.data["generation"], now, over=bool(item.data["over"]))
             self._set_up_moved(worker, now)

@@ -285,7 +285,7 @@ class WorkerActor:
         kind = engine_kind(settings.engine)
         first = Ahead(
             settings.run_id, settings.seed, kind, self._first, self._begins,
-            self._passes, self._rehearsed, self._expected_place, GenerationSpec.alone(settings),
+            self._passes, self._rehearsed, self._expected_place, GenerationSpec.alone(settings), self._recording,
         )  # fmt: skip
         self._left(*call.run(first))
         while True:
@@ -313,6 +313,11 @@ class WorkerActor:
     def _passes(self) -> Sequence[Any]:
         """Those that others make. None where the controller does not answer: the first step compiles, then."""
         return self._asked(self._controller.passes.remote()) or ()
+
+    def _recording(self) -> bytes | None:
+        """Where the controller does not answer, the function is given it when it has joined."""
+        found: bytes | None = self._asked(self._controller.recording.remote())
+        return found
 
     def _expected_place(self) -> tuple[int, int] | None:
         """Where the controller does not answer, the function waits for its place."""

@@ -116,6 +116,9 @@ class RayCoordinator:
     def passes(self, described: Sequence[Any]) -> None:
         self._outbox.put(Item("passes", {"passes": list(described), **self._place()}, urgent=False, replay=True))
 
+    def recorded(self, recording: bytes) -> None:
+        self._outbox.put(Item("recorded", {"recording": recording, **self._place()}, replay=True))
+
     def memory_lost(self, reason: str) -> None:
         self._memory_works = False
         self._post(ev.MemoryLost(self._spec.generation, self._worker, reason))

@@ -62,7 +62,8 @@ class Ahead:
     and then until it is over. `begins(seconds)`: is it there, now or after so long? `passes` are those that others make
     (`in_loop.passes`), as far as they have told; `rehearsed` is given what came of making them here. `place`: the rank,
     never 0, and the world size that the function may be told before; None: nothing is known yet. `alone`: of a worker
-    that trains by itself, for passes of an engine."""
+    that trains by itself, for passes of an engine. `recording`: of the others' set-up (`in_loop.recording`), packed;
+    empty where all ranks do theirs together, None where nobody has told it yet."""
 
     run_id: str
     seed: int
@@ -73,6 +74,7 @@ class Ahead:
     rehearsed: Callable[[str], None] = logger.info
     place: Callable[[], tuple[int, int] | None] = lambda: None
     alone: GenerationSpec | None = None
+    recording: Callable[[], bytes | None] = lambda: b""
 
     def awaited(self, given: Given | None) -> GenerationRunner:
         """The first generation. `given` to `elastic.initialize`, where that is what waits for it."""
@@ -128,6 +130,12 @@ class _Gate:
             "device": lambda: ahead.kind.device(_LOCAL_RANK)[1],
         }
 
+    def recording(self) -> bytes:
+        """Returns when it has been told, or the generation is there."""
+        while (found := self._ahead.recording()) is None and not self._ahead.begins(_ASKS_EVERY_S):
+            pass
+        return found or b""
+
     def pass_through(self) -> None:
         if threading.get_ident() != self._thread:
             # A thread of the user's set-up. The training thread opens the gate at the latest when it returns.
@@ -169,7 +177,8 @@ _META: Any = type(dist.GroupMember)
 _WORLD, _IS_INITIALIZED = _META.WORLD, dist.is_initialized
 
 
-def _pass_through() -> None:
+def join() -> None:
+    """Wait for the generation, where there is none yet."""
     gate = _gate
     if gate is not None:
         gate.pass_through()
@@ -180,12 +189,13 @@ def _note() -> None:
         _asked()
 
 
-def _quietly(call: Callable[[Any], int], group: Any) -> int:
-    """It looks for the default group, which is no question for the rank here."""
+@contextmanager
+def unheard() -> Iterator[None]:
+    """What asks within it looks for the default group, which is no question for the rank there."""
     global _asked
     before, _asked = _asked, None
     try:
-        return call(group)
+        yield
     finally:
         _asked = before
 
@@ -205,8 +215,13 @@ def may_pass() -> bool:
         return False
     if gate.is_placed():
         return True
-    _pass_through()
+    join()
     return False
+
+
+def recording() -> bytes:
+    """What collectives have given to those that are past their set-up. Empty: it is not to be had before joining."""
+    return b"" if _gate is None else _gate.recording()
 
 
 def known_context() -> dict[str, Callable[[], Any]] | None:
@@ -232,7 +247,7 @@ class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run 
         if key in _VARIABLES and _gate is not None:
             if (told := _told(key)) is not None:
                 return told
-            _pass_through()
+            join()
         # Not super(): passing through has made it the plain class again.
         return _PLAIN.__getitem__(self, key)
 
@@ -271,7 +286,8 @@ def _answering(original: Callable[..., int], number: int) -> Callable[..., int]:
             _note()
         if group is None and _gate is not None and (place := _gate.tell()) is not None:
             return place[number]
-        return _quietly(original, group)
+        with unheard():
+            return original(group)
 
     return answer
 
@@ -282,7 +298,7 @@ _ANSWERED = {"get_rank": dist.get_rank, "get_world_size": dist.get_world_size}
 
 def _world(cls: Any) -> Any:
     _note()
-    _pass_through()
+    join()
     return _WORLD.fget(cls)
 
 

@@ -20,6 +20,7 @@ from elastic.training.loop import GenerationRunner, call, seed_build
 from elastic.training.result import GenerationResult, Kind
 from elastic.training.user.comparison import fingerprints
 from elastic.training.user.rates import are_apart
+from elastic.training.user.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class FunctionCall:
         # The generation was left inside of the function, which must be left too: its outcome, or what follows it.
         self._unclean: GenerationResult | None = None
         self._following: GenerationRunner | None = None
+        # It is joined already: the function was left when its set-up was to be done by all together.
+        self._joined = False
         # Why the function is left, and where its code was that may have stayed.
         self._reason: str | None = None
         self._elsewhere: str | None = None
@@ -82,10 +85,11 @@ class FunctionCall:
         """Call the function for a generation, or ahead of its process's first. Returns the last generation that it ran
         in, which is left, and how that one ended."""
         while True:
+            joined, self._joined = self._joined, False
             self._runner, self._following, self._unclean = None, None, None
             self._abandoned, self._reason, self._elsewhere = None, None, None
             self._rates_apart = False
-            result = self._called_ahead(begins) if isinstance(begins, Ahead) else self._called(begins)
+            result = self._called_ahead(begins) if isinstance(begins, Ahead) else self._called(begins, joined)
             if self._runner is None:
                 assert isinstance(begins, Ahead)
                 begins = self._following or begins.first(None)
@@ -108,13 +112,17 @@ class FunctionCall:
             self._current.leave(result)
             return self._current, result
 
-    def _called(self, runner: GenerationRunner) -> GenerationResult:
+    def _called(self, runner: GenerationRunner, joined: bool) -> GenerationResult:
         try:
             self._runner = runner
             context.install(runner.generation)
-            runner.join(self)
+            if joined:
+                seed_build(runner.spec.seed)
+            else:
+                runner.join(self)
             self._set_up.begins()
-            self._set_up.joined(runner.generation.group, in_set_up=True)
+            if not joined:
+                self._set_up.joined(runner.generation.group, called=True)
             self.on_its_own()
             self._call()
             return self._returned()
@@ -178,13 +186,15 @@ class FunctionCall:
             context.install(runner.generation)
             try:
                 runner.join(self, begins=False)
-                self._set_up.joined(runner.generation.group, in_set_up=not self._set_up.passed)
+                together = self._set_up.joined(runner.generation.group, called=True)
             except (Exception, GenerationEnded) as error:
                 result = runner.classify(error)
                 if result.kind not in _SURVIVED or runner.generation.scope.last:
                     raise
                 cleanup.forget(error)
             else:
+                if together:
+                    raise self._called_together(runner, together)
                 self._set_up.reopened()
                 self.on_its_own()
                 return
@@ -194,6 +204,12 @@ class FunctionCall:
                 self._unclean = result
                 raise self._leave_function("the generation was not left cleanly")
             runner = self._next_runner(runner, result)
+
+    def _called_together(self, runner: GenerationRunner, why: str) -> GenerationEnded:
+        """In the generation that is joined: its set-up is one of all ranks."""
+        self._following, self._joined = runner, True
+        runner.generation.state = State()
+        return self._leave_function(why)
 
     def _require_as_told(self, runner: GenerationRunner, told: tuple[int, int] | None) -> None:
         """Another rank is no other than one that it keeps from here on; rank 0, and the world size, are."""
@@ -227,11 +243,14 @@ class FunctionCall:
         self.on_its_own()
 
     def on_its_own(self) -> None:
-        self._collectives = self._current.generation.group.collectives()
+        self._collectives = self._begun_by_script()
 
     def comes_back(self) -> None:
+        was_set_up = self._set_up.is_open
         self._set_up.closed()
         self._judge("its code before the first batch, or between two iterations,")
+        if was_set_up:
+            self._tell_recording()
 
     def abandon(self, error: BaseException) -> bool:
         runner = self._current
@@ -271,12 +290,15 @@ class FunctionCall:
             self._remember_weights()
             runner = self._next(runner, result)
             try:
-                self._continue(runner)
+                together = self._continue(runner)
             except Exception as failed:  # noqa: BLE001 - classified above, in the generation where it was raised
                 error = failed
             except GenerationEnded as ended:
                 error = ended
             else:
+                if together:
+                    raise self._called_together(runner, together)
+                self._tell_recording()
                 return
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -289,8 +311,19 @@ class FunctionCall:
     def _judge(self, code: str) -> None:
         """A worker that joins runs this code while the others wait in their loop: nobody would answer there."""
         before, self._collectives = self._collectives, None
-        if before is not None and self._current.generation.group.collectives() > before:
-            self._joins_in = f"{code} takes part in collectives, which a worker that joins does with all others"
+        if before is not None and self._begun_by_script() > before:
+            why = f" ({self._set_up.recording.why})" if self._set_up.recording.why else ""
+            self._joins_in = f"{code} takes part in collectives, which a worker that joins does with all others{why}"
+
+    def _begun_by_script(self) -> int:
+        """Collectives of this rank; without those whose results are kept for whoever joins."""
+        return self._current.generation.group.collectives() - self._set_up.recorded
+
+    def _tell_recording(self) -> None:
+        """To workers that join; again with each generation, for a controller that was restarted."""
+        scope, recording = self._current.generation.scope, self._set_up.recording
+        if scope.spec.rank == 0 and (recording.made or self._joins_in):
+            scope.coordinator.recorded(b"" if self._joins_in else recording.packed())
 
     def _look_for_rates(self, error: BaseException) -> None:
         self._rates_apart = self._rates_apart or are_apart(error)
@@ -375,14 +408,18 @@ class FunctionCall:
         if held is not None and not held.why and not held.weights:
             held.weights = fingerprint(held.module)
 
-    def _continue(self, runner: GenerationRunner) -> None:
-        """Join the generation and build its engine underneath the handles."""
+    def _continue(self, runner: GenerationRunner) -> str:
+        """Join the generation and build its engine underneath the handles. Returns why the function is to be called
+        again instead, by all together; empty where it is not."""
         assert self._given is not None
         runner.join(self)
-        self._set_up.joined(runner.generation.group, in_set_up=False)
+        together = self._set_up.joined(runner.generation.group, called=False)
+        if together:
+            return together
         try:
             assemble(runner.generation, self._given, self._handles, self._held)
             self._held, self._asked = None, False
+            return ""
         except Exception as error:
             if runner.classify(error).kind in _SURVIVED:
                 raise

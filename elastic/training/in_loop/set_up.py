@@ -1,24 +1,31 @@
-"""The user's set-up, up to its first batch: its barriers, and who in it asks for the rank.
+"""The user's set-up, up to its first batch: its barriers and other collectives, and who in it asks for the rank.
 
 `torch.distributed.barrier` is between the ranks that are in their set-up. Scripts have it around what one rank does for
 all (a download, a cache). Of a worker that joins, the others have passed it long ago and are in their loops: it passes
 too. Where functions are called again, those meet, and nobody else.
+
+What other collectives gave when all ranks were in their set-up is kept (`in_loop.recording`), and given to whoever
+comes later. Where that would not be what the others have, all functions are called again, together.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from elastic.comm.process_group import ProcessGroup
 from elastic.comm.rendezvous import await_all
+from elastic.core.errors import CollectiveFailed
 from elastic.training.in_loop import ahead
+from elastic.training.in_loop.recording import Collective, Recording, recordable
 
-# In the count of those that have joined, what one adds that is in its set-up.
-_IN_SET_UP = 1 << 32
+# What one rank adds to the count of those that have joined: itself; that its function is called in this generation, or
+# ahead of it; that it comes to every barrier; that it makes every other collective.
+_JOINED, _CALLED, _MEETS, _MAKES = (1 << 16 * number for number in range(4))
 
 
 class SetUp:
@@ -28,53 +35,143 @@ class SetUp:
     def __init__(self) -> None:
         # Packages whose code has been told this process's rank in a set-up, and may keep it.
         self.rank_known_to: set[str] = set()
-        self._open = False
+        # How many collectives of this process are in its recording.
+        self.recorded = 0
+        self.recording = Recording()
+        self.is_open = False
         self._thread = 0
         self._group: ProcessGroup | None = None
-        self._takes_part, self._met = False, 0
-        # Whether the function has passed one before it had a generation.
-        self.passed = False
-        _install()
+        # Has the function passed a barrier ahead of its generation? How many ranks meet at one, how often this one has.
+        self._passed, self._meeting, self._met = False, 0, 0
+        # Do all ranks make the other collectives? How many the function was given instead; why not the next one.
+        self._all, self._given, self._unmatched = False, 0, ""
+        self._within = False
 
     def begins(self) -> None:
         global _current
         _current = self
-        self._thread, self.passed = threading.get_ident(), False
+        self._thread, self._passed, self._given = threading.get_ident(), False, 0
         self.reopened()
 
     def rank_asked(self) -> None:
         self.rank_known_to.add(ahead.asker())
 
-    def joined(self, group: ProcessGroup, in_set_up: bool) -> None:
-        """The function is `in_set_up`, from its top: it comes to every barrier. Collective, without waiting."""
-        self._group, self._takes_part, self._met = group, in_set_up, 0
-        size = group.spec.world_size
-        count = group.store.add(self._key("joined"), 1 + _IN_SET_UP * in_set_up)
-        if count % _IN_SET_UP == size:
-            group.store.set(self._key("meet"), str(count // _IN_SET_UP))
+    def joined(self, group: ProcessGroup, called: bool) -> str:
+        """The function is `called`, in this generation or ahead of it; else it stays in its loop. Collective.
+
+        Returns why it is to be called again in this very generation, as on all other ranks; empty where it is not.
+        Raises CollectiveFailed where it was given what the others do not have, and torch's DistError.
+        """
+        self._group, self._met = group, 0
+        size, store = group.spec.world_size, group.store
+        meets, makes = called and not self._passed, called and not self._given
+        if called and (why := self._unmatched or self.recording.unfit(size)):
+            store.set(self._key("together"), why)
+        count = store.add(self._key("joined"), _JOINED + _CALLED * called + _MEETS * meets + _MAKES * makes)
+        if count % _CALLED == size:
+            store.set(self._key("all"), str(count))
+        count = int(store.get(self._key("all")))
+        together = store.get(self._key("together")).decode() if store.check([self._key("together")]) else ""
+        self._all = bool(together) or count // _MAKES == size
+        self._meeting = size if together else count % _MAKES // _MEETS * meets
+        if self._all:
+            self.recording, self._unmatched = Recording(group.spec.generation, size), ""
+        else:
+            self._share(none_stays=count % _MEETS // _CALLED == size, called=called)
+        return "" if meets and makes else together
+
+    def _share(self, none_stays: bool, called: bool) -> None:
+        """Ranks that stay have all the same one, which those that are called are given."""
+        assert self._group is not None
+        may = self._given > 0 if none_stays else not called
+        store: Any = self._group.store  # whose stubs know no bytes
+        if may and store.add(self._key("recorded/by"), 1) == 1:
+            store.set(self._key("recorded"), self.recording.packed())
+        if called and self._given:
+            self._take_shared()
+
+    def _take_shared(self) -> None:
+        assert self._group is not None
+        found = Recording.unpacked(self._group.store.get(self._key("recorded")))
+        if self._given and found.generation != self.recording.generation:
+            self._refuse("it was given what its collectives had given before the others did their set-up again")
+        self.recording = found
 
     def closed(self) -> None:
-        self._open = False
+        self.is_open = False
         ahead.listen(None)
+        _stand_between(False)
 
     def reopened(self) -> None:
-        self._open = True
+        self.is_open = True
         ahead.listen(self.rank_asked)
+        _stand_between(True)
 
-    def passes(self, group: Any) -> bool:
+    def owns(self, group: Any) -> bool:
+        """Is it a call of the set-up's own, among all ranks?"""
+        mine = self.is_open and not self._within and threading.get_ident() == self._thread
+        return mine and (group is None or group is dist.distributed_c10d._world.default_pg)
+
+    def passes(self) -> bool:
         """The barrier is passed, maybe after a while. False: it is torch's own."""
-        if not self._open or threading.get_ident() != self._thread:
-            return False
         if ahead.may_pass():
-            self.passed = True
+            self._passed = True
             return True
-        if self._group is None or not (group is None or group is dist.distributed_c10d._world.default_pg):
+        if self._group is None:
             return False
-        if self._takes_part:
+        if self._meeting:
             self._met += 1
-            meet = int(self._group.store.get(self._key("meet")))
-            await_all(self._group.store, self._key(f"barrier{self._met}"), meet)
+            await_all(self._group.store, self._key(f"barrier{self._met}"), self._meeting)
         return True
+
+    def makes(self, call: Collective, original: Callable[[], Any]) -> Any:
+        """The collective, of all ranks together; or what it gave, and None."""
+        if ahead.may_pass():
+            if self._is_given_ahead(call):
+                return None
+            ahead.join()
+        if self._group is None:
+            return original()
+        if self._all:
+            return self._recorded(call, original)
+        if not self._given:
+            self._take_shared()
+        self._give(call)
+        return self._refuse(self._unmatched) if self._unmatched else None
+
+    def _is_given_ahead(self, call: Collective) -> bool:
+        if not self._given:
+            packed = ahead.recording()
+            if not packed:
+                return False
+            self.recording = Recording.unpacked(packed)
+        self._give(call)
+        return not self._unmatched
+
+    def _give(self, call: Collective) -> None:
+        """Its number is asked for only where it matters: it may be another one when this worker joins."""
+        size = dist.get_world_size() if call.by_world_size else 0
+        self._unmatched = self.recording.give(self._given, call, size)
+        self._given += not self._unmatched
+
+    def _recorded(self, call: Collective, original: Callable[[], Any]) -> Any:
+        assert self._group is not None
+        before = self._group.collectives()
+        self._within = True
+        try:
+            # What torch itself asks in it is no question of the function's.
+            with ahead.unheard():
+                result = original()
+        finally:
+            self._within = False
+        if self.recording.take(call):
+            self.recorded += self._group.collectives() - before
+        return result
+
+    def _refuse(self, why: str) -> None:
+        """In the next generation all are called again: see `joined`."""
+        self._unmatched = why
+        raise CollectiveFailed(f"{why}: all ranks are to do their set-up together")
 
     def _key(self, name: str) -> str:
         assert self._group is not None
@@ -84,15 +181,38 @@ class SetUp:
 _current: SetUp | None = None
 
 
-@functools.cache
-def _install() -> None:
-    """Once per process."""
-    original = dist.barrier
-
+def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
-        if not async_op and _current is not None and _current.passes(group):
+        if not async_op and _current is not None and _current.owns(group) and _current.passes():
             return None
         return original(group, async_op, device_ids, timeout)
 
-    dist.barrier = dist.distributed_c10d.barrier = barrier
+    return barrier
+
+
+def _collective(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        call = None if _current is None else Collective.of(name, original, args, kwargs)
+        if call is None or _current is None or not _current.owns(call.group):
+            return original(*args, **kwargs)
+        return _current.makes(call, lambda: original(*args, **kwargs))
+
+    return collective
+
+
+@functools.cache
+def _functions() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """torch's and ours, by name."""
+    made = {name: (function, _collective(name, function)) for name, function in recordable().items()}
+    return {"barrier": (dist.barrier, _barrier(dist.barrier)), **made}
+
+
+def _stand_between(stand: bool) -> None:
+    """Between the function and torch.distributed. What somebody else has put there is left alone."""
+    for name, pair in _functions().items():
+        ours, instead = pair if stand else reversed(pair)
+        for module in (dist, dist.distributed_c10d):
+            if getattr(module, name, None) is ours:
+                setattr(module, name, instead)

@@ -1,0 +1,55 @@
+"""A training function that agrees on things in its set-up, by collectives of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import crew
+import torch
+import torch.distributed as dist
+from trainings import Numbers, Small, deepspeed_config, one_pass
+
+import elastic
+
+
+def agrees(config: dict[str, Any]) -> None:
+    """On a run's name, as scripts for wandb do; with "counts" on sums, with "lists" on what each of them has, with
+    "big" on more than is kept for others. Where a file is there, on something else."""
+    import deepspeed
+
+    calls = crew.told["calls"] = crew.told.get("calls", 0) + 1
+    comm = {"torch": dist, "deepspeed": deepspeed.comm}[config.get("comm", "torch")]
+    names = [f"of generation {config['attempt']}, call {calls}", object]
+    comm.broadcast_object_list(names, src=0)
+    crew.told["name"] = names[0]
+    if config.get("asks_rank"):
+        crew.told["rank"] = dist.get_rank()
+    if config.get("counts"):
+        count = torch.tensor([1.0, 2.0])
+        comm.all_reduce(count)
+        crew.told["count"] = count.tolist()
+    if config.get("lists"):
+        found: list[Any] = [None] * dist.get_world_size()
+        comm.all_gather_object(found, "one")
+        each = torch.zeros(dist.get_world_size())
+        dist.all_gather_into_tensor(each, torch.ones(1))
+        crew.told["found"], crew.told["each"] = found, each.tolist()
+    if Path(config["url"], "another").exists():
+        dist.all_reduce(torch.ones(1))
+    if config.get("big"):
+        dist.broadcast(torch.ones(1 << 20), src=0)
+    model = Small(0.1)
+    crew.point("set up")
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
+        training_data=Numbers(37, torch.float32),
+        config=deepspeed_config(config),
+    )
+    seed = torch.tensor([calls * 100])
+    deepspeed.comm.broadcast(seed, src=0)
+    crew.told["seed"] = int(seed)
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)

@@ -1,0 +1,131 @@
+"""Collectives of a set-up, of which a worker whose set-up comes later is given what they gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _assert_ended, _distance, _undisturbed
+
+from elastic.checkpoint.storage import CheckpointStore
+
+pytestmark = pytest.mark.processes
+
+FUNCTION = "agreements.agrees"
+MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4}
+
+
+@pytest.fixture(scope="module")
+def still(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return _undisturbed(crew, tmp_path_factory.mktemp("still"), {"stage": 1, "dropout": 0.1}, 2)
+
+
+def config(folder: Path, **more: Any) -> dict[str, Any]:
+    shared = {"stage": 1, "dropout": 0.1, "in_loop": True, "ahead": True, "attempt": "first", "url": str(folder)}
+    return {**shared, **more}
+
+
+def newest(folder: Path) -> str:
+    return CheckpointStore(str(folder), "run").list()[0].id
+
+
+def told(outcomes: Any, what: str) -> list[Any]:
+    return [outcome.told[what] for outcome in outcomes]
+
+
+def assert_all_together(crew: Crew, outcomes: Any, newcomer_calls: int = 2) -> None:
+    """Also the newcomer, the last, which was given the name before it came to what it cannot be given."""
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert len(set(told(outcomes, "name"))) == len(set(told(outcomes, "seed"))) == 1
+    assert told(outcomes, "calls") == [*[2] * (len(outcomes) - 1), newcomer_calls]
+
+
+@pytest.mark.parametrize(("comm", "known"), [("torch", True), ("deepspeed", True), ("torch", False)])
+def test_who_stays_is_not_called_again_and_who_joins_is_given_what_they_have(
+    crew: Crew, tmp_path: Path, still: Run, comm: str, known: bool
+) -> None:
+    """While the others train, or where their controller has forgotten it, when they meet. Seen: every change called
+    the function again on all ranks."""
+    asks = config(tmp_path, counts=True, lists=True, comm=comm)
+    begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
+    assert told(begun, "count") == [[3.0, 6.0]] * 3
+    fewer = crew.run([0, 1], FUNCTION, asks, end_at=4, checkpoint=newest(tmp_path), **MORE)
+    crew.replace(2)
+    joins = {**asks, "place": (2, 3), "attempt": "later", "recording": begun[0].told["recording"] if known else b""}
+    crew.members[2].points.clear()
+    # The others are in their function, with what they were given.
+    crew.begin([0, 1, 2], FUNCTION, joins, checkpoint=newest(tmp_path), **MORE)
+    grown = [crew.outcome(number) for number in (0, 1, 2)]
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert told(grown, "calls") == [1, 1, 1]
+    assert told(grown, "name") == ["of generation first, call 1"] * 3
+    assert told(grown, "count") == [[3.0, 6.0]] * 3
+    assert told(grown, "found") == [["one"] * 3] * 3
+    assert told(grown, "each") == [[1.0] * 3] * 3
+    assert told(grown, "seed") == [100] * 3
+    points = crew.members[2].points
+    assert (points.index("set up") < points.index("waits")) is known
+    assert _distance(still.losses, Run(tmp_path, [begun, fewer, grown]).losses) <= 8 * FLOOR
+
+
+def test_one_that_is_called_again_alone_is_given_what_it_had(crew: Crew, tmp_path: Path, still: Run) -> None:
+    """Rank 0, since it has asked for its rank."""
+    asks = config(tmp_path, asks_rank=True)
+    begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
+    moved = crew.run([1, 2], FUNCTION, asks, checkpoint=newest(tmp_path), **MORE)
+    _assert_ended(moved, "finished", LAST_STEP)
+    assert told(moved, "calls") == [2, 1]
+    assert told(moved, "name") == ["of generation first, call 1"] * 2
+    assert told(moved, "seed") == [100] * 2
+    assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
+
+
+def test_at_another_world_size_sums_are_made_by_all_together(crew: Crew, tmp_path: Path, still: Run) -> None:
+    """A sum over three divided by four would be another mean than the others have."""
+    asks = config(tmp_path, counts=True)
+    begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
+    joins = {**asks, "place": (3, 4), "recording": begun[0].told["recording"]}
+    grown = crew.run([0, 1, 2, 3], FUNCTION, joins, checkpoint=newest(tmp_path), **MORE)
+    assert_all_together(crew, grown)
+    assert told(grown, "count") == [[4.0, 8.0]] * 4
+    assert _distance(still.losses, Run(tmp_path, [begun, grown]).losses) <= 8 * FLOOR
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_set_up_that_is_another_than_that_of_the_others_is_done_by_all_together(
+    crew: Crew, tmp_path: Path, still: Run, known: bool
+) -> None:
+    """Known beforehand, in the generation that it joins; else that one fails, and it is in the next."""
+    asks = config(tmp_path)
+    begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
+    (tmp_path / "another").touch()
+    crew.replace(2)
+    joins = {**asks, "place": (2, 3), "recording": begun[0].told["recording"] if known else b""}
+    more = {**MORE, "checkpoint": newest(tmp_path)}
+    if not known:
+        crew.begin([0, 1, 2], FUNCTION, joins, **more)
+        failed = crew.outcome(2).result
+        assert failed.kind == "collective_failed"
+        assert failed.message.startswith(
+            "its collective 2 is all_reduce, where that of the other workers was broadcast"
+        )
+        for number in (0, 1):
+            crew.abort(number, "a rank has failed")
+            assert crew.outcome(number).result.kind == "ended"
+    grown = crew.run([0, 1, 2], FUNCTION, joins, **more)
+    # What the one that failed has counted was its own generation's.
+    assert_all_together(crew, grown, 2 if known else 1)
+    assert _distance(still.losses, Run(tmp_path, [begun, grown]).losses) <= 8 * FLOOR
+
+
+def test_what_is_too_much_to_keep_is_agreed_on_by_all_together(crew: Crew, tmp_path: Path, still: Run) -> None:
+    asks = config(tmp_path, big=True)
+    begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
+    assert begun[0].told["recording"] == b""
+    for number in (0, 1, 2):
+        assert any("its collectives gave more than 1 MiB" in point for point in crew.members[number].points)
+    moved = crew.run([0, 1], FUNCTION, asks, checkpoint=newest(tmp_path), **MORE)
+    _assert_ended(moved, "finished", LAST_STEP)
+    assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
