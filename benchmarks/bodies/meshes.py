@@ -28,7 +28,11 @@ def arguments(form: str, size: Size, config: dict[str, Any]) -> dict[str, Any]:
     match form:
         case "compiled":
             model.compile()
-        case "FSDP2" | "FSDP2 tp 2":
+        case "FSDP2" | "FSDP2 tp 2" | "FSDP2 compiled":
+            if form.endswith("compiled"):
+                # As torchtitan does.
+                for block in model.blocks:
+                    block.compile()
             config = {"global_batch": size.batch, "micro_batch": size.micro}
             given = {"tp_plan": fsdp2_alone.plan()} if form.endswith("tp 2") else {}
         case "AutoTP 2":

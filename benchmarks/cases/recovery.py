@@ -44,6 +44,7 @@ class Form:
 FORMS = (
     Form("compiled"),
     Form("FSDP2", "fsdp2"),
+    Form("FSDP2 compiled", "fsdp2"),
     Form("FSDP2 tp 2", "fsdp2", MeshSettings(tp=2)),
     Form("AutoTP 2", mesh=MeshSettings(tp=2)),
     Form("sp 2", mesh=MeshSettings(sp=2)),
@@ -125,6 +126,7 @@ def plans(options: Options) -> list[Plan]:
         *(Plan(f"node SIGKILL -> next step, 4 -> {form.left}", "kill_node", 1, "memory", slower, any_moment=any_moment,
                form=form)
           for form in FORMS for any_moment in (False, True)),
+        Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 3, "memory", slower, form=FORMS[0]),
     ]  # fmt: skip
     if options.plan:
         asked = [plan for plan in every[1:] if options.plan in plan.name]

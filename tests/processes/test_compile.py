@@ -45,8 +45,7 @@ def test_a_compiled_model_goes_through_other_world_sizes(
     assert _distance(plain.state, moved.state) <= ALLOWED
     survivor = moved.outcomes[5].told
     assert survivor["calls"] == 1
-    if "stage" in config:
-        assert len(set(survivor["graphs"].values())) == 1, "nothing is compiled again"
+    assert len(set(survivor["graphs"].values())) == 1, "nothing is compiled again"
 
 
 REHEARSED = [
