@@ -23,6 +23,7 @@ STAGED = "staged.train"
 Mesh = tuple[Sequence[int], Mapping[str, int]]
 CASES: Mapping[str, tuple[str, dict[str, Any], Mesh, Mesh]] = {
     "ep, stage 1": (AUTOEP, {"stage": 1}, ((0, 1, 2, 3), {"ep": 2}), ((2, 0, 1, 3), {"ep": 4})),
+    "ep, stage 2": (AUTOEP, {"stage": 2}, ((0, 1, 2, 3), {"ep": 4}), ((2, 0, 1, 3), {"ep": 2})),
     "ep, stage 3": (AUTOEP, {"stage": 3}, ((0, 1, 2, 3), {"ep": 2}), ((2, 0), {"ep": 2})),
     "ep, stage 0": (AUTOEP, {"stage": 0, "clipping": 0}, ((0, 1, 2, 3), {"ep": 2}), ((2, 0, 1, 3), {"ep": 4})),
     "ep and sp, stage 1": (
@@ -38,9 +39,10 @@ CASES: Mapping[str, tuple[str, dict[str, Any], Mesh, Mesh]] = {
             ((0, 1, 2, 3), {"ep": 2, "tp": 2}),
             ((2, 0, 3, 1), {"ep": 2, "tp": 2}),
         )
-        for stage in (1, 3)
+        for stage in (1, 2, 3)
     },
     "tp, stage 1": (AUTOTP, {"stage": 1}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0), {"tp": 2})),
+    "tp, stage 2": (AUTOTP, {"stage": 2}, ((0, 1, 2, 3), {"tp": 2}), ((3, 1), {"tp": 2})),
     "tp, stage 3": (AUTOTP, {"stage": 3}, ((0, 1), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
     "tp, fsdp2": (AUTOTP, {"engine": "fsdp2"}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
     "other tp, stage 1": (AUTOTP, {"stage": 1}, ((0, 1), {"tp": 2}), ((2, 0, 1), {"tp": 3})),
@@ -104,15 +106,18 @@ NONE = [
 FOUND = [
     ("ep, stage 1", "experts of the next rank"),
     ("ep, stage 1", "experts in reverse"),
+    ("ep, stage 2", "experts of the next rank"),
+    ("ep, stage 2", "experts in reverse"),
     ("ep, stage 3", "experts of the next rank"),
     ("ep, stage 0", "experts of the next rank"),
     ("ep and sp, stage 1", "experts in reverse"),
     *(
         (f"ep and tp, stage {stage}", bug)
-        for stage in (1, 3)
+        for stage in (1, 2, 3)
         for bug in ("experts counted over lanes", "experts of one lane in reverse", "slices of the other rank")
     ),
     ("tp, stage 1", "slices of the other rank"),
+    ("tp, stage 2", "slices of the other rank"),
     ("tp, stage 3", "slices of the other rank"),
     ("tp, fsdp2", "slices of the other rank"),
     ("tp, fsdp2", "blocks in reverse"),
