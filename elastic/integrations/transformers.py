@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
 from elastic.data import hugging_face, stream
 from elastic.engines.foreign_loops import OWN
+from elastic.engines.select import engine_kind
 from elastic.integrations import transformers_arguments
 from elastic.training import api, context
 from elastic.training.data.stream.foreign import is_hugging_face, streamed
 from elastic.training.engine import ElasticEngine
+from elastic.training.in_loop.ahead import spec_alone
 
 try:
     import transformers
@@ -126,13 +129,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self._finalize_training(None, samples, self._began)
 
     def _initialize(self) -> tuple[Any, Any]:
-        generation = context.current()
-        assert generation is not None
-        spec = generation.scope.spec
-        if generation.kind.name != "deepspeed":
-            raise UsageError(
-                f"elastic.integrations.transformers.Trainer trains with DeepSpeed, not {generation.kind.name}"
-            )
+        # A worker that joins does all of this before the others pause for it, and its model makes their passes.
+        spec = spec_alone() or _spec()
+        kind = engine_kind(spec.engine)
+        if kind.name != "deepspeed":
+            raise UsageError(f"elastic.integrations.transformers.Trainer trains with DeepSpeed, not {kind.name}")
         sizes = (("tp", max((spec.tp, *spec.tp_sizes))), ("pp", spec.pp), ("ep", spec.ep))
         apart = [f"{axis}: {size}" for axis, size in sizes if size > 1 or (axis == "ep" and spec.ep_changes)]
         if apart:
@@ -147,8 +148,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "num_workers": self.args.dataloader_num_workers,
             "prefetch_factor": self.args.dataloader_prefetch_factor,
         }
-        resolved = generation.kind.resolve(config, spec, None)
+        resolved = kind.resolve(config, spec, None)
         self._planned_steps = self._steps(dataset, resolved.global_batch)
+        transformers_arguments.compile_model(self.args, self.model)
         self.create_optimizer()
         self.create_scheduler(num_training_steps=self._planned_steps, optimizer=self.optimizer)
         engine, self.optimizer, loader, scheduler = api.initialize(
@@ -356,6 +358,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "first": self._initial_global_step,
             "seconds": time.time() - self._began,
         }
+
+
+def _spec() -> GenerationSpec:
+    generation = context.current()
+    assert generation is not None
+    return generation.scope.spec
 
 
 def _has_length(dataset: Any) -> bool:

@@ -26,7 +26,6 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "dataloader_drop_last": (False, "every sample of an epoch is used once; leave it out"),
     "include_num_input_tokens_seen": ("no", "the platform counts tokens: `elastic report RUN`"),
     "enable_jit_checkpoint": (False, _RESUME),
-    "torch_compile": (False, "call torch.compile on the model yourself"),
     "fp16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
     "bf16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
 }
@@ -75,6 +74,13 @@ def engine_config(args: Any, job: Mapping[str, Any] | None) -> dict[str, Any]:
                 raise UsageError(f"TrainingArguments.{name} is set, and the job's `deepspeed` switches {name} off")
             config[name] = {"enabled": True}
     return config
+
+
+def compile_model(args: Any, model: Any) -> None:
+    """As accelerate would; in place, so that the engine trains the module that everybody else holds."""
+    if args.torch_compile:
+        mode = {"mode": args.torch_compile_mode} if args.torch_compile_mode else {}
+        model.compile(backend=args.torch_compile_backend or "inductor", **mode)
 
 
 def _refused(trainer: Any, base: type) -> Iterator[tuple[str, str]]:

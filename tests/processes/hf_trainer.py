@@ -24,6 +24,7 @@ def trains(config: dict[str, Any]) -> None:
     import transformers
 
     import elastic
+    from elastic.engines.model.compiled import graphs
     from elastic.integrations.transformers import Trainer
 
     crew.told["calls"] = crew.told.get("calls", 0) + 1
@@ -63,12 +64,14 @@ def trains(config: dict[str, Any]) -> None:
             warmup_steps=3,
             num_train_epochs=3,
             logging_steps=3,
-            eval_strategy="steps",
+            eval_strategy="no" if config.get("quiet") else "steps",
             eval_steps=2,
             save_strategy="no",
             report_to=[],
             # A progress bar is made where the training begins, on rank 0 alone.
             disable_tqdm=False,
+            torch_compile=config.get("compiled", False),
+            torch_compile_backend="aot_eager" if config.get("compiled") else None,
             dataloader_num_workers=config.get("readers", 0),
             dataloader_persistent_workers=bool(config.get("readers")),
         ),
@@ -77,7 +80,9 @@ def trains(config: dict[str, Any]) -> None:
         callbacks=[counting],
     )
     crew.point("set up")
+    before = graphs()
     trainer.train()
+    crew.told["graphs"] = graphs() - before
     crew.told.update(
         log=trainer.state.log_history, steps=trainer.state.global_step, counted=(counting.steps, counting.evaluations),
         zero=trainer.is_world_process_zero(), processes=trainer.args.world_size, epoch=trainer.state.epoch,

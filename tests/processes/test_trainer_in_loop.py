@@ -79,6 +79,39 @@ def test_survivors_of_a_killed_rank_stay_and_log_what_an_undisturbed_run_logs(
     assert [outcome.told["zero"] for outcome in grown] == [True, False, False]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_worker_that_joins_has_compiled_before(crew: Crew, tmp_path: Path, stage: int) -> None:
+    """The Trainer's model, which `torch_compile` of its arguments has compiled, as torch's own Trainer has it."""
+    more: dict[str, Any] = {
+        "batch": BatchSettings(), "max_world_size": 2, "checkpoint_every_steps": 1,
+        "engine_config": {"zero_optimization": {"stage": stage}},
+    }  # fmt: skip
+    # An evaluation has graphs of its own, which nobody rehearses.
+    config: dict[str, Any] = {
+        "in_loop": True,
+        "ahead": True,
+        "victim": 0,
+        "quiet": True,
+        "url": str(tmp_path / "plain"),
+    }
+    plain = crew.run([0, 1], TRAINS, config, **more)
+    _assert_ended(plain, "finished", plain[0].result.step)
+    config = {**config, "compiled": True, "url": str(tmp_path / "compiled")}
+    begun = crew.run([0], TRAINS, config, end_at=AT, **more)
+    assert begun[0].told["passes"]
+    crew.replace(1)
+    joins = {**config, "place": (1, 2), "passes": begun[0].told["passes"]}
+    store = CheckpointStore(str(tmp_path / "compiled"), "run")
+    grown = crew.run([0, 1], TRAINS, joins, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", plain[0].result.step)
+    (said,) = [point for point in crew.members[1].points if "ahead of joining" in point]
+    made = int(said.rpartition(" ")[2])
+    assert said.startswith("made ")
+    assert made == grown[1].told["graphs"] > 0, "nothing is compiled in the generation"
+    for one, other in zip(entries(grown[0]), entries(plain[0]), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
 def test_a_worker_that_trained_alone_evaluates_with_those_that_join(crew: Crew, tmp_path: Path) -> None:
     """accelerate takes a process for one of several, or for the only one, when it begins."""
     more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 2, "checkpoint_every_steps": 1}

@@ -130,6 +130,9 @@ class _Gate:
             "device": lambda: ahead.kind.device(_LOCAL_RANK)[1],
         }
 
+    def alone(self) -> GenerationSpec | None:
+        return self._ahead.alone
+
     def recording(self) -> bytes:
         """Returns when it has been told, or the generation is there."""
         while (found := self._ahead.recording()) is None and not self._ahead.begins(_ASKS_EVERY_S):
@@ -217,6 +220,12 @@ def may_pass() -> bool:
         return True
     join()
     return False
+
+
+def spec_alone() -> GenerationSpec | None:
+    """That of a worker that trains by itself, which is to join others that train; None: it knows its generation, or
+    waits for it to learn anything."""
+    return _gate.alone() if _gate is not None and _gate.is_placed() else None
 
 
 def recording() -> bytes:
