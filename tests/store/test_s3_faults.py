@@ -435,8 +435,8 @@ class Large:
 @pytest.mark.parametrize("trouble", [*PASSING, Trouble.STALL])
 def test_a_failed_request_keeps_nothing_of_its_caller_alive(url: str, proxy: Proxy, trouble: Trouble) -> None:
     """A worker's process is thrown away when the engine of a generation outlives it."""
+    in_parts(url).put("x", [b"12345"])
     objects = in_parts(url, timeout_s=0.5 if trouble is Trouble.STALL else 60.0)
-    objects.put("x", [b"12345"])
 
     def ask() -> weakref.ReferenceType[Large]:
         large = Large()

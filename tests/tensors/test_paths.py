@@ -224,6 +224,7 @@ def test_a_journal_takes_any_bytes_for_damage_and_not_for_orders(text: str) -> N
 
 # Who unpickles, and whose bytes they are.
 UNPICKLES = {
+    "elastic/training/in_loop/recording.py": "objects that the user's function asks of other ranks, sent by theirs",
     "elastic/runtime/train_function.py": "the user's function, sent by the driver through Ray",
 }
 _LOADERS = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
