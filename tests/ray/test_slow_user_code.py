@@ -98,3 +98,30 @@ def test_a_spare_has_done_its_set_up_and_made_its_passes(cluster: LocalCluster, 
     assert (incident["kind"], incident["world_size"], incident["next_world_size"]) == ("worker-lost", 2, 2)
     assert len({path.read_text() for path in tmp_path.glob("name-*")}) == asks, "one name for all of them"
     assert run.decisions("function-left") == []
+
+
+def test_another_number_of_workers_sums_up_together_in_the_generation_that_one_joins(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two of four nodes are lost, one comes back: the sum of four is not one of three."""
+    run = Run(cluster, tmp_path, "loops:sums_up", scaling=ScalingSettings(1, 4))
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    for allowed, generation in ((8, 2), (10, 3)):
+        run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+        run.allow(allowed)
+        run.wait_generation(generation)
+        run.reach(allowed)
+    assert run.decisions("function-left") == [], "nobody joins: who stays has what it has"
+    run.cluster.add_node()
+    run.wait_for("the new worker to be ready", lambda _: len(run.events("WorkerReady")) == 5)
+    run.walk_until(lambda: run.handle.progress()["world_size"] == 3, "the new worker to join")
+    assert run.handle.progress()["generation"] == 4, "no generation has failed for it"
+    run.finish()
+    run.assert_whole()
+    left = run.decisions("function-left")
+    assert left
+    assert all("all_reduce in its set-up was among 4 ranks, and there are 3 from here on" in why for why in left), left
+    sums = [int(path.read_text()) for path in tmp_path.glob("sum-*")]
+    assert sorted(sums) == [3, 3, 3, 4, 4], "two went with their nodes"
