@@ -30,7 +30,7 @@ from elastic.training.in_loop.ahead import spec_alone
 
 try:
     import transformers
-    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from accelerate.state import DistributedType, GradientState, PartialState
 except ImportError as error:
     raise UsageError(
         "elastic.integrations.transformers needs transformers and accelerate: install the extra `hf` of ray-elastic"
@@ -226,13 +226,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._epoch = (epoch, self.state.global_step)
 
     def _take_up(self) -> None:
-        """What accelerate knows of the process is that of the generation; what the Trainer does, that of the run."""
+        """What the Trainer does is of the run. What accelerate knows of the process, it has been told already."""
         generation, kept = context.current(), api.state.get(_KEPT, {})
         assert generation is not None
         spec = generation.scope.spec
         self._generation = spec.generation
-        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-            shared.update(num_processes=spec.world_size, process_index=spec.rank)
         # Persistent ones share the evaluation data out among the ranks of the generation that has made them.
         self.__dict__.pop("_eval_dataloaders", None)
         self.state.is_local_process_zero = self.is_local_process_zero()

@@ -23,6 +23,7 @@ from elastic.training.engine import ElasticEngine
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Coordinator, InLoop
 from elastic.training.step_loop import StepLoop
+from elastic.training.user import accelerate_calls, group_calls
 from elastic.training.user.state import State
 from elastic.training.watch import memory_use
 
@@ -69,6 +70,10 @@ class Generation:
         if not self.scope.coordinator.keeps_nothing:
             foreign_loops.refuse(self.kind.name)
             self.closing.callback(foreign_loops.allow)
+            group_calls.keep()
+            self.closing.callback(group_calls.release)
+            accelerate_calls.joined(spec.rank, spec.world_size, lambda: self.engine)
+            self.closing.callback(accelerate_calls.left)
 
     @property
     def has_engine(self) -> bool:
@@ -84,6 +89,7 @@ class Generation:
 
     def began(self, steps: StepLoop, engine: ElasticEngine, loader: ElasticLoader) -> None:
         self.steps, self.engine, self.loader = steps, engine, loader
+        accelerate_calls.began()
         self.closing.callback(engine.close)
         self.closing.callback(loader.close)
 

@@ -25,6 +25,7 @@ from elastic.training.in_loop.function_call import FunctionCall
 from elastic.training.local import LocalCoordinator, run_local
 from elastic.training.loop import GenerationRunner
 from elastic.training.user import startup
+from elastic.training.watch.once import warn_once
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -319,6 +320,27 @@ def test_a_script_that_ends_with_sys_exit(code: int | None, kind: str, tmp_path:
         sys.exit(code)
 
     assert called(train, tmp_path).kind == kind
+
+
+def test_a_script_that_destroys_the_process_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch's examples and accelerate's `end_training` end with it. Seen: the last step was not saved, and the run was
+    "user code failed", with torch's "Default process group has not been initialized"."""
+    warn_once.cache_clear()
+
+    def train() -> None:
+        engine, loader = built(stage=1)
+        for _ in range(3):
+            for x in loader:
+                engine.backward(engine(x).mean())
+                engine.step()
+        group = torch.distributed.new_group([0])
+        torch.distributed.destroy_process_group(group)
+        torch.distributed.destroy_process_group()
+
+    result = called(train, tmp_path)
+    assert (result.kind, result.step) == ("finished", STEPS), result.traceback
+    assert [text for text in caplog.messages if "destroy_process_group: nothing is done" in text]
+    assert not torch.distributed.is_initialized()
 
 
 def test_an_endless_loop_is_left_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,6 +76,16 @@ def test_a_library_that_the_function_imports_is_refused_too(monkeypatch: pytest.
     del sys.modules["accelerate"], sys.modules["accelerate.accelerator"]
 
 
+def test_accelerate_may_share_out_the_data_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen: refused, as if a model were in it."""
+    made: Any = library(monkeypatch, "accelerate.accelerator", "Accelerator", "prepare")
+    foreign_loops.refuse("deepspeed")
+    loader = torch.utils.data.DataLoader([1, 2])
+    made().prepare(loader)
+    with pytest.raises(UsageError, match=r"by `engine.step\(\)`; a DataLoader for evaluation"):
+        made().prepare(torch.nn.Linear(1, 1), loader)
+
+
 def test_the_platforms_own_trainer_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = library(monkeypatch, "transformers.trainer", "Trainer", "train")
     ours: Any = type("Ours", (made,), {foreign_loops.OWN: True})

@@ -1,0 +1,63 @@
+"""A script of accelerate's, as a training function of the process tests: its Accelerator says who logs, gathers what an
+evaluation has found, and ends the training; `prepare` of model, optimizer and data has become `elastic.initialize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import crew
+import torch
+from torch.utils.data import DataLoader
+
+EVALUATED = 10
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, size: int, seed: int) -> None:
+        made = torch.Generator().manual_seed(seed)
+        self._rows = torch.randn(size, 6, generator=made)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self._rows[index], "label": (self._rows[index].sum() > 0).long()}
+
+
+def classifies(config: dict[str, Any]) -> None:
+    from accelerate import Accelerator
+
+    import elastic
+
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    evaluated = accelerator.prepare(DataLoader(Rows(EVALUATED, 2), batch_size=2))
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        training_data=DataLoader(Rows(24, 1), shuffle=True, batch_size=2),
+        config={"train_batch_size": 6, "zero_optimization": {"stage": config["stage"]}},
+    )
+    for epoch in elastic.epochs(3):
+        engine.train()
+        for batch in loader:
+            engine.backward(torch.nn.functional.cross_entropy(engine(batch["x"]), batch["label"]))
+            here = elastic.get_context()
+            if not here.resumed and (here.step, here.rank) == (config.get("at"), config.get("victim")):
+                crew.point("there")
+                crew.stay()
+            engine.step()
+        engine.eval()
+        seen = right = 0
+        for batch in evaluated:
+            with torch.no_grad():
+                found = engine(batch["x"]).argmax(-1)
+            found, wanted = accelerator.gather_for_metrics((found, batch["label"]))
+            seen, right = seen + len(wanted), right + int((found == wanted).sum())
+        if accelerator.is_main_process:
+            crew.told.setdefault("log", []).append((epoch, seen, right))
+        if config.get("saves"):
+            accelerator.save_state(config["saves"])
+    crew.told["process"] = (accelerator.process_index, accelerator.num_processes)
+    accelerator.end_training()

@@ -1,0 +1,81 @@
+"""Scripts of accelerate's, whose loop is the platform's, through lost ranks; the oracle is the undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerated import EVALUATED
+from crew import Crew
+from test_oracle import _assert_ended
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.generation_spec import BatchSettings
+
+pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+pytestmark = pytest.mark.processes
+
+CLASSIFIES = "accelerated.classifies"
+AT, LAST_STEP = 5, 12
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_it_gathers_from_the_ranks_that_there_are_and_rank_0_logs(crew: Crew, tmp_path: Path, victim: int) -> None:
+    """3 ranks, one is killed; 2 continue; a newcomer makes them 3. Seen: accelerate knew the ranks of the beginning, so
+    that the first `gather` after a loss ended the run, and where rank 0 was lost nobody logged any more."""
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "checkpoint_every_steps": 1}
+    config: dict[str, Any] = {"in_loop": True, "ahead": True, "victim": victim, "stage": 1}
+    moved = {**config, "url": str(tmp_path / "moved"), "at": AT}
+    crew.begin([0, 1, 2], CLASSIFIES, moved, **more)
+    crew.reached(victim, "there")
+    crew.reached(0, f"committed step {AT}")
+    crew.members[victim].signal(signal.SIGKILL)
+    crew.members[victim].process.join()
+    stay = [number for number in (0, 1, 2) if number != victim]
+    for number in stay:
+        crew.abort(number, f"rank {victim} was lost")
+    logged = [line for number in stay for line in crew.outcome(number).told.get("log", [])]
+    crew.replace(victim)
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+    assert store.list()[0].step == AT
+
+    shrunk = crew.run(stay, CLASSIFIES, moved, checkpoint=store.list()[0].id, end_at=AT + 4, **more)
+    _assert_ended(shrunk, "ended", AT + 4)
+    joins = {**moved, "place": (2, 3)}
+    grown = crew.run([*stay, victim], CLASSIFIES, joins, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    logged += [line for outcome in (*shrunk, *grown) for line in outcome.told.get("log", [])]
+    assert [outcome.told["process"] for outcome in grown] == [(0, 3), (1, 3), (2, 3)]
+
+    still = crew.run([0, 1, 2], CLASSIFIES, {**config, "url": str(tmp_path / "still")}, **more)
+    _assert_ended(still, "finished", LAST_STEP)
+    wanted = still[0].told["log"]
+    assert [seen for _, seen, _ in wanted] == [EVALUATED] * 3
+    # What a killed rank 0 had logged went with it.
+    assert sorted(set(logged)) == wanted[1 if victim == 0 else 0 :]
+
+
+def test_a_worker_that_trained_alone_shares_an_evaluation_with_those_that_join(crew: Crew, tmp_path: Path) -> None:
+    """accelerate leaves the DataLoader of a lone process whole, so that it evaluated more batches than the others."""
+    for number in (0, 1):
+        # accelerate is to look at their processes here for the first time.
+        crew.replace(number)
+    config = {"in_loop": True, "stage": 1, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BatchSettings(epochs=3), "max_world_size": 2}
+    _assert_ended(crew.run([0], CLASSIFIES, config, end_at=AT, **more), "ended", AT)
+    saved = CheckpointStore(str(tmp_path), "run").list()[0].id
+    grown = crew.run([0, 1], CLASSIFIES, config, checkpoint=saved, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert [(epoch, seen) for epoch, seen, _ in grown[0].told["log"]] == [(1, EVALUATED), (2, EVALUATED)]
+
+
+def test_its_checkpoints_are_the_platforms(crew: Crew, tmp_path: Path) -> None:
+    """Seen: `save_state` wrote the random states alone, without a word."""
+    config = {"in_loop": True, "stage": 2, "saves": str(tmp_path / "own"), "url": str(tmp_path / "runs")}
+    done = crew.run([0, 1], CLASSIFIES, config, batch=BatchSettings())
+    _assert_ended(done, "finished", LAST_STEP)
+    steps = [entry.step for entry in CheckpointStore(str(tmp_path / "runs"), "run").list()]
+    assert steps == [12, 8, 4]
+    assert not (tmp_path / "own").exists()
