@@ -207,9 +207,11 @@ def _context_now() -> Context:
     generation = _generation()
     generation.scope.moved()
     found, in_loop, steps = Context.of(generation), generation.in_loop, generation.steps
-    if in_loop is None or (steps is not None and steps.progress is not None):
+    if in_loop is None:
         return found
-    return context.watched(found, in_loop.rank_asked)
+    if steps is not None and steps.progress is not None:
+        return context.watched(found, "step", in_loop.step_asked)
+    return context.watched(found, "rank", in_loop.rank_asked)
 
 
 def _generation() -> Generation:

@@ -57,17 +57,18 @@ class Context:
 
 
 class _Watched(Context):
-    """Calls `_asked` when a rank is read of it."""
+    """Calls `_asked` when what is `_watched` is read of it."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "rank":
-            object.__getattribute__(self, "_asked")()
+        own = object.__getattribute__(self, "__dict__")
+        if name == own.get("_watched"):
+            own["_asked"]()
         return object.__getattribute__(self, name)
 
 
-def watched(found: Context, asked: Callable[[], None]) -> Context:
+def watched(found: Context, name: str, asked: Callable[[], None]) -> Context:
     made = object.__new__(_Watched)
-    vars(made).update(vars(found), _asked=asked)
+    vars(made).update(vars(found), _watched=name, _asked=asked)
     return made
 
 

@@ -105,6 +105,8 @@ class ElasticEngine:
         if engine is None:
             raise AttributeError(f"{name}: the generation of this engine is over")
         self._scope.moved()
+        if name == "global_steps" and self._in_loop is not None:
+            self._in_loop.step_asked()
         if name == engine.name:
             self._native_was_given = True
             return engine.native

@@ -43,6 +43,7 @@ class Generation:
         self.kind = kind or engine_kind(spec.engine)
         self.group = ProcessGroup(spec, rendezvous, self.kind, local_rank)
         self.scope = GenerationScope(spec, coordinator, self.kind.device(local_rank)[1], local_rank)
+        self.scope.collectives = self.group.collectives
         self.state = State()
         # None: the user's function is left with the generation.
         self.in_loop: InLoop | None = None

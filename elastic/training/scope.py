@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,6 +39,10 @@ class GenerationScope:
     # The run stops with this generation.
     last: bool = False
     bad_step: BadStep | None = None
+    # How many collectives this rank has begun in this generation; and how many of them within `translating`.
+    collectives: Callable[[], int] = lambda: 0
+    translated: int = 0
+    _translates: bool = False
     _ended: str | None = None
     _moved: float = 0.0
 
@@ -103,6 +107,8 @@ class GenerationScope:
     def translating(self) -> Iterator[None]:
         """Around collectives: the loss of a peer becomes CollectiveFailed, and is remembered so that a loop that
         swallows the error does not continue with a broken group."""
+        begun = None if self._translates else self.collectives()
+        self._translates = True
         try:
             yield
         except Exception as error:
@@ -113,3 +119,11 @@ class GenerationScope:
                 self.failure = failure
             self.check()
             raise failure from error
+        finally:
+            if begun is not None:
+                self._translates = False
+                self.translated += self.collectives() - begun
+
+    def of_script(self) -> int:
+        """Collectives that this rank has begun, but for those of the platform and of the engine: differences count."""
+        return self.collectives() - self.translated

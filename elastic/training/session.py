@@ -143,6 +143,15 @@ class InLoop(Protocol):
         """It asks for the first batch of an iteration."""
         ...
 
+    def batch_over(self, own: int, last: bool) -> None:
+        """The loop has done with a batch, the `last` of its step or another, and has begun so many collectives of its
+        own meanwhile."""
+        ...
+
+    def step_asked(self) -> None:
+        """The loop is told the run's step."""
+        ...
+
     def abandon(self, error: BaseException) -> bool:
         """The current step failed with `error`. True: the step is abandoned, later calls of it do nothing, and
         `recover` follows. False: `error` must be raised."""

@@ -53,3 +53,27 @@ def agrees(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for batch in loader:
             one_pass(engine, batch)
+
+
+def logs(config: dict[str, Any]) -> None:
+    """A mean loss now and then, by a counter of the script's own; with "by_step" by the run's."""
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    model = Small(0.1)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
+        training_data=Numbers(37, torch.float32),
+        config=deepspeed_config(config),
+    )
+    count = 0
+    for _ in elastic.epochs():
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            over = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            count += over
+            if over and (elastic.get_context().step if config.get("by_step") else count) % 3 == 1:
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                crew.told["logged"] = crew.told.get("logged", 0) + 1

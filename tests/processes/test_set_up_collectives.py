@@ -129,3 +129,23 @@ def test_what_is_too_much_to_keep_is_agreed_on_by_all_together(crew: Crew, tmp_p
     moved = crew.run([0, 1], FUNCTION, asks, checkpoint=newest(tmp_path), **MORE)
     _assert_ended(moved, "finished", LAST_STEP)
     assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
+
+
+@pytest.mark.parametrize(("stage", "by_step"), [(2, False), (1, False), (2, True)])
+def test_a_loop_that_joins_in_by_a_counter_of_its_own_begins_with_all_others(
+    crew: Crew, tmp_path: Path, stage: int, by_step: bool
+) -> None:
+    """Seen: the newcomer's counter began at 0, so that it waited for the others at another collective than they for it.
+    By the run's step all are at the same one, and nobody is called again."""
+    still = _undisturbed(crew, tmp_path / "still", {"stage": stage, "dropout": 0.1}, 2)
+    logs = config(tmp_path / "moved", stage=stage, by_step=by_step)
+    function = "agreements.logs"
+    begun = crew.run([0, 1, 2], function, logs, end_at=2, **MORE)
+    assert begun[0].result.kind == "ended", begun[0].result
+    fewer = crew.run([0, 1], function, logs, end_at=3, checkpoint=newest(tmp_path / "moved"), **MORE)
+    assert not any(point.startswith("left: ") for number in (0, 1) for point in crew.members[number].points)
+    crew.replace(2)
+    grown = crew.run([0, 1, 2], function, logs, checkpoint=newest(tmp_path / "moved"), **MORE)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert told(grown, "calls") == ([1, 1, 1] if by_step else [2, 2, 1])
+    assert _distance(still.losses, Run(tmp_path / "moved", [begun, fewer, grown]).losses) <= 8 * FLOOR

@@ -178,7 +178,10 @@ class ElasticLoader:
         try:
             while self._staying(lambda: self._steps.advance(epoch)):
                 self._empty_in_a_row, self._left_early = 0, True
-                yield self._next_batch()
+                batch, before, last = self._next_batch(), self._scope.of_script(), self._on_last_batch
+                yield batch
+                if self._in_loop is not None and not self._scope.broken:
+                    self._in_loop.batch_over(self._scope.of_script() - before, last)
         finally:
             self.on_its_own()
         self._next_epoch, self._left_early = epoch + 1, False
@@ -193,6 +196,11 @@ class ElasticLoader:
                 "what it does after each is done again (`for epoch in elastic.epochs()` begins at the run's epoch)",
                 self._steps.epoch,
             )
+
+    @property
+    def _on_last_batch(self) -> bool:
+        progress = self._steps.progress
+        return progress is None or progress.on_last_batch or self.by_steps
 
     def _staying(self, call: Callable[[], bool]) -> bool:
         """`call()`, again in the next generation where the present one ends here."""

@@ -13,6 +13,7 @@ from elastic.core.names import parse_checkpoint_id
 from elastic.training import cleanup, context
 from elastic.training.in_loop.ahead import Ahead, until_needed
 from elastic.training.in_loop.assembly import Given, Handles, assemble
+from elastic.training.in_loop.own_collectives import OwnCollectives
 from elastic.training.in_loop.set_up import SetUp
 from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.in_loop.unfinished import fingerprint
@@ -79,6 +80,7 @@ class FunctionCall:
         # The user's code sets learning rates that differ between ranks, or from those of a step that is repeated.
         self._rates_apart = False
         self._set_up = SetUp()
+        self._own = OwnCollectives()
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -149,6 +151,7 @@ class FunctionCall:
 
     def _call(self) -> None:
         self._calls, self._called_at = self._calls + 1, time.monotonic()
+        self._own = OwnCollectives()
         try:
             call(self._fn, self._config, lambda: self._runner is not None and self._runner.finished)
         finally:
@@ -229,6 +232,12 @@ class FunctionCall:
 
     def rank_asked(self) -> None:
         self._set_up.rank_asked()
+
+    def step_asked(self) -> None:
+        self._own.by_step = True
+
+    def batch_over(self, own: int, last: bool) -> None:
+        self._own.batch_over(own, last)
 
     def initializing(self) -> None:
         self._set_up.closed()
@@ -413,7 +422,9 @@ class FunctionCall:
         again instead, by all together; empty where it is not."""
         assert self._given is not None
         runner.join(self)
-        together = self._set_up.joined(runner.generation.group, called=False)
+        self._own.began(stays=True)
+        followed = self._handles is not None and self._handles.engine.followers
+        together = self._set_up.joined(runner.generation.group, called=False, apart="" if followed else self._own.why)
         if together:
             return together
         try:

@@ -56,8 +56,9 @@ class SetUp:
     def rank_asked(self) -> None:
         self.rank_known_to.add(ahead.asker())
 
-    def joined(self, group: ProcessGroup, called: bool) -> str:
-        """The function is `called`, in this generation or ahead of it; else it stays in its loop. Collective.
+    def joined(self, group: ProcessGroup, called: bool, apart: str = "") -> str:
+        """The function is `called`, in this generation or ahead of it; else it stays in its loop. `apart`: why it
+        cannot, where others are called. Collective.
 
         Returns why it is to be called again in this very generation, as on all other ranks; empty where it is not.
         Raises CollectiveFailed where it was given what the others do not have, and torch's DistError.
@@ -67,11 +68,13 @@ class SetUp:
         meets, makes = called and not self._passed, called and not self._given
         if called and (why := self._unmatched or self.recording.unfit(size)):
             store.set(self._key("together"), why)
+        if apart := "" if called else apart or self.recording.unfit(size):
+            store.set(self._key("apart"), apart)
         count = store.add(self._key("joined"), _JOINED + _CALLED * called + _MEETS * meets + _MAKES * makes)
         if count % _CALLED == size:
             store.set(self._key("all"), str(count))
         count = int(store.get(self._key("all")))
-        together = store.get(self._key("together")).decode() if store.check([self._key("together")]) else ""
+        together = self._said("together") or (self._said("apart") if count % _MEETS // _CALLED else "")
         self._all = bool(together) or count // _MAKES == size
         self._meeting = size if together else count % _MAKES // _MEETS * meets
         if self._all:
@@ -79,6 +82,11 @@ class SetUp:
         else:
             self._share(none_stays=count % _MEETS // _CALLED == size, called=called)
         return "" if meets and makes else together
+
+    def _said(self, name: str) -> str:
+        assert self._group is not None
+        store, key = self._group.store, self._key(name)
+        return store.get(key).decode() if store.check([key]) else ""
 
     def _share(self, none_stays: bool, called: bool) -> None:
         """Ranks that stay have all the same one, which those that are called are given."""
