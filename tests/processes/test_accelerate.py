@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerated import EVALUATED
 from crew import Crew
 from test_oracle import _assert_ended
 
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
+from elastic.training.user import accelerate_calls
 
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
 pytestmark = pytest.mark.processes
@@ -69,6 +72,29 @@ def test_a_worker_that_trained_alone_shares_an_evaluation_with_those_that_join(c
     grown = crew.run([0, 1], CLASSIFIES, config, checkpoint=saved, **more)
     _assert_ended(grown, "finished", LAST_STEP)
     assert [(epoch, seen) for epoch, seen, _ in grown[0].told["log"]] == [(1, EVALUATED), (2, EVALUATED)]
+
+
+def test_batches_that_cannot_be_cut_for_the_workers_are_refused() -> None:
+    """Without a word, what is left over of each batch would be evaluated by nobody."""
+    from accelerate import PartialState
+    from accelerate.data_loader import BatchSamplerShard
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    known = PartialState._shared_state
+    known.update(num_processes=2, process_index=1, distributed_type=DistributedType.MULTI_CPU)
+    try:
+        batches = torch.utils.data.BatchSampler(range(8), batch_size=4, drop_last=False)
+        share = BatchSamplerShard(batches, 2, 1, split_batches=True)
+        others = BatchSamplerShard(batches, 5, 1)
+        accelerate_calls.joined(0, 4, lambda: None)
+        assert (share.num_processes, share.process_index) == (4, 0)
+        assert others.num_processes == 5, "the script's own figures"
+        with pytest.raises(UsageError, match=r"each batch of 4 into as many parts.*3 now: leave split_batches out"):
+            accelerate_calls.joined(0, 3, lambda: None)
+    finally:
+        accelerate_calls.left()
+        PartialState._reset_state()
 
 
 def test_its_checkpoints_are_the_platforms(crew: Crew, tmp_path: Path) -> None:
