@@ -149,7 +149,7 @@ class InLoop(Protocol):
         ...
 
     def step_asked(self) -> None:
-        """The loop is told the run's step."""
+        """The loop has asked for the run's step."""
         ...
 
     def abandon(self, error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import crew
 import torch
 import torch.distributed as dist
-from trainings import Numbers, Small, deepspeed_config, one_pass
+from trainings import build, one_pass
 
 import elastic
 
@@ -39,14 +39,8 @@ def agrees(config: dict[str, Any]) -> None:
         dist.all_reduce(torch.ones(1))
     if config.get("big"):
         dist.broadcast(torch.ones(1 << 20), src=0)
-    model = Small(0.1)
     crew.point("set up")
-    engine, _, loader, _ = elastic.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
-        training_data=Numbers(37, torch.float32),
-        config=deepspeed_config(config),
-    )
+    engine, loader = build(config)
     seed = torch.tensor([calls * 100])
     deepspeed.comm.broadcast(seed, src=0)
     crew.told["seed"] = int(seed)
@@ -58,20 +52,12 @@ def agrees(config: dict[str, Any]) -> None:
 def logs(config: dict[str, Any]) -> None:
     """A mean loss now and then, by a counter of the script's own; with "by_step" by the run's."""
     crew.told["calls"] = crew.told.get("calls", 0) + 1
-    model = Small(0.1)
-    engine, _, loader, _ = elastic.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
-        training_data=Numbers(37, torch.float32),
-        config=deepspeed_config(config),
-    )
+    engine, loader = build(config)
     count = 0
     for _ in elastic.epochs():
-        for x, y in loader:
-            loss = torch.nn.functional.mse_loss(engine(x), y)
-            engine.backward(loss)
+        for batch in loader:
             over = engine.is_gradient_accumulation_boundary()
-            engine.step()
+            loss = one_pass(engine, batch)
             count += over
             if over and (elastic.get_context().step if config.get("by_step") else count) % 3 == 1:
                 mean = loss.detach().clone()

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import crew
-import torch
 import torch.distributed as dist
-from trainings import Numbers, Small, deepspeed_config, one_pass
+from trainings import build, one_pass
 
 import elastic
 
@@ -30,14 +29,8 @@ def downloads(config: dict[str, Any]) -> None:
         arrived.touch()
         barrier()
     assert made.exists()
-    model = Small(0.1)
     crew.point("set up")
-    engine, _, loader, _ = elastic.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
-        training_data=Numbers(37, torch.float32),
-        config=deepspeed_config(config),
-    )
+    engine, loader = build(config)
     barrier()
     for _ in elastic.epochs():
         for batch in loader:

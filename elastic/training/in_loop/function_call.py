@@ -422,7 +422,7 @@ class FunctionCall:
         again instead, by all together; empty where it is not."""
         assert self._given is not None
         runner.join(self)
-        self._own.began(stays=True)
+        self._own.goes_on()
         followed = self._handles is not None and self._handles.engine.followers
         together = self._set_up.joined(runner.generation.group, called=False, apart="" if followed else self._own.why)
         if together:

@@ -14,8 +14,8 @@ APART = (
 
 
 class OwnCollectives:
-    """Of one call of the function. `began` with each generation; `step_over` after every batch that is followed by
-    another one, with how many there were."""
+    """Of one call of the function. Call order: `batch_over` after every batch that is followed by another one;
+    `goes_on` for each later generation."""
 
     def __init__(self) -> None:
         # Has the loop asked for the run's step?
@@ -25,13 +25,13 @@ class OwnCollectives:
         self._in_this = 0
         self._partial = False
 
-    def began(self, stays: bool) -> None:
-        """The first step of a function that `stays` may be the rest of one."""
+    def goes_on(self) -> None:
+        """With other ranks, on which a step may have another number of batches; the first may be the rest of one."""
         self._in_steps.clear()
-        self._in_this, self._partial = 0, stays
+        self._in_this, self._partial = 0, True
 
     def batch_over(self, count: int, last: bool) -> None:
-        """`last`: of its step."""
+        """`count`: collectives of the loop's own with this batch. `last`: of its step."""
         self._in_this += count
         if not last:
             return

@@ -218,7 +218,7 @@ def _functions() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
 
 
 def _stand_between(stand: bool) -> None:
-    """Between the function and torch.distributed. What somebody else has put there is left alone."""
+    """Put ours in the place of torch's functions, or torch's back. Another library's replacement stays."""
     for name, pair in _functions().items():
         ours, instead = pair if stand else reversed(pair)
         for module in (dist, dist.distributed_c10d):
