@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from elastic.core.collector import hide_objects
 from elastic.core.settings import RunSettings
 from elastic.engines.base import EngineKind
 from elastic.engines.model.compiled import compiles, guard_ranks
@@ -39,8 +40,7 @@ def warm_up(kind: EngineKind, settings: RunSettings | None = None) -> None:
     kind.warm_up(settings)
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+    hide_objects()
 
 
 def forget(error: BaseException | None) -> None:

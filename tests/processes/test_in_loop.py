@@ -216,9 +216,10 @@ def test_hundreds_of_generations_leak_nothing(crew: Crew, tmp_path: Path, engine
         threads, descriptors, resident = zip(*(generation[rank] for generation in seen), strict=True)
         assert len(set(threads[10:])) == 1
         assert max(descriptors[10:]) <= descriptors[10]
-        # Two MB in 150 generations: caches that fill slowly. An engine of this model and its optimizer are smaller
-        # than what DeepSpeed keeps with one of them, 0.3 MB. Of FSDP2 no object stays; torch keeps memory of each
-        # `fully_shard`, 10 kB of two layers and two ranks in a script without this project.
+        # Two MB in 150 generations: caches that fill slowly, and cycles until they are collected. An engine of this
+        # model and its optimizer are smaller than what DeepSpeed keeps with one of them, 0.3 MB. Of FSDP2 no object
+        # stays; torch keeps memory of each `fully_shard`, 10 kB of two layers and two ranks in a script without this
+        # project.
         assert resident[-1] - resident[49] < (2 if engine == "ZeRO-3" else 6) << 20
 
 

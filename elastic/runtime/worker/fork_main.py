@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -186,9 +185,7 @@ def prepare(told: Mapping[str, Any]) -> str | None:
     importlib.import_module("numpy")
     before = threads()
     importlib.import_module("elastic.runtime.worker.preload").preload(told["engine"], told["snapshots"])
-    gc.collect()
-    # Reference counts aside, forked processes share these objects' memory.
-    gc.freeze()
+    importlib.import_module("elastic.core.collector").hide_objects()
     return unfit(before)
 
 
