@@ -165,6 +165,8 @@ class StepLoop:
         # By a function that has returned, here or elsewhere.
         self._ended = False
         self._open_step: FinishedStep | None = None
+        # Of the step after the last one that was closed.
+        self._epoch_next: int | None = None
 
     @property
     def plan(self) -> StepPlan:
@@ -380,7 +382,7 @@ class StepLoop:
         snapshots, requests = self._saving(), self._asking()
         requests.announce()
         with self._scope.translating():
-            stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied)
+            stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied, self._ended_epoch())
         report = replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics())
         self._scope.coordinator.step_done(report)
         if self._step_closed is not None:
@@ -392,6 +394,11 @@ class StepLoop:
         if due and self._shares.whole:
             requests.made()
             self._save()
+
+    def _ended_epoch(self) -> bool:
+        """Was the step just finished the last of its epoch? False for the first of a generation."""
+        before, self._epoch_next = self._epoch_next, self.epoch
+        return before is not None and self.epoch > before
 
     def _boundary(self) -> None:
         """Ask whether the generation ends here as planned; if so, save exactly this step and leave."""

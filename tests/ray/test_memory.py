@@ -41,6 +41,7 @@ def _started(run: Run, step: int = 6) -> Run:
 def test_ranks_go_where_their_state_is_and_little_crosses_the_network(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _started(Run(cluster, tmp_path, memory={"every_steps": 1}, every_steps=None))
     before, gone = _nodes_by_rank(run), run.away_from_head()[-1]
+    assert run.away_from_head() == [1, 2, 3], "rank 0 begins on the controller's node"
     cluster.kill_node(run.node_of(gone).name)
     run.wait_generation(2)
     after = _nodes_by_rank(run)
@@ -58,6 +59,19 @@ def test_ranks_go_where_their_state_is_and_little_crosses_the_network(cluster: L
     assert after[:gone] == before[:gone], "who was there stays what it was"
     restore = run.incidents()[0]["restore"]
     assert restore["bytes_from"]["network"] / restore["bytes_read"] == pytest.approx(missing / 12, abs=0.05), restore
+
+
+def test_nothing_after_the_end_of_an_epoch_is_done_again(cluster: LocalCluster, tmp_path: Path) -> None:
+    """An epoch of six steps, a snapshot after each fourth: without one of the sixth the run would go back to the fifth,
+    and the functions begin again, as what they do after an epoch is done."""
+    run = Run(cluster, tmp_path, memory={}, every_steps=None, config={"size": 60})
+    _started(run, 6)
+    cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
+    run.finish()
+    run.assert_whole()
+    assert [incident["resumed_step"] for incident in run.incidents() if incident["lost_nodes"]] == [6]
+    assert run.decisions("function-left") == []
 
 
 @pytest.mark.slow

@@ -26,7 +26,9 @@ _ENOUGH_QUIET, _ENOUGH_BUSY = 5, 3
 class Cadence:
     """Which steps get a snapshot. `every` fixes the interval; otherwise the cost stays under `cost_limit` of step time.
 
-    A generation's first step is due: until there is a snapshot, a failure costs all that the generation has done.
+    A generation's first step is due: until there is a snapshot, a failure costs all that the generation has done. So is
+    the last step of an epoch, in the place of a later one: a run that goes back over it repeats what the script does
+    there.
     """
 
     def __init__(self, every: int | None, cost_limit: float) -> None:
@@ -36,11 +38,12 @@ class Cadence:
         self._next: int | None = None
         self._taken = 0
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, ends_epoch: bool = False) -> bool:
         """`step` steps are finished. True at a generation's first one."""
         if self.fixed:
             return step % self.interval == 0
-        return self._next is None or step >= self._next
+        # Of epochs shorter than the interval not each: the cost stays under its limit.
+        return self._next is None or step >= self._next - self.interval * ends_epoch
 
     def passed(self, step: int, taken: bool) -> None:
         """A due step is over. One that could not be taken is made up for by the next step."""
@@ -48,7 +51,7 @@ class Cadence:
         pause = self.interval if taken else 1
         if taken and self.interval == 1 and self._taken % _COMPARE_EVERY == 0:
             pause = 2
-        self._next = step + pause
+        self._next = (max(step, self._next or 0) if taken else step) + pause
 
     def agreed(self, cost_s: float | None, step_s: float) -> None:
         """What a snapshot costs the training (None: not known yet), and how long a step without one takes, as all ranks

@@ -91,7 +91,9 @@ class MemoryTier:
         self._told: Mapping[str, Json] | None = None
         self._untold = False
 
-    def after_step(self, step: int, duration_s: float, whole: bool = True, asks: bool = False) -> MemoryCopy | None:
+    def after_step(
+        self, step: int, duration_s: float, whole: bool = True, asks: bool = False, ends_epoch: bool = False
+    ) -> MemoryCopy | None:
         """Collective where a snapshot is due, or has been since the last `whole` step: others have none. `asks`: for a
         save, see `take_asked`."""
         self._asks = asks
@@ -102,7 +104,7 @@ class MemoryTier:
         self._look()
         if self._steps > 1:
             self._costs.step(duration_s, busy)
-        self._due = self._due or self._cadence.due(step)
+        self._due = self._due or self._cadence.due(step, ends_epoch)
         if not (self._due and whole):
             return None
         self._due = False

@@ -106,7 +106,7 @@ class Snapshots:
         except IntegrityError as error:
             raise self._lost(error) from error
 
-    def prepare(self, duration_s: float, applied: bool) -> float:
+    def prepare(self, duration_s: float, applied: bool, ends_epoch: bool = False) -> float:
         """After a step of `duration_s`, `applied` or skipped: prepare the snapshots that are due. Returns the seconds
         that this kept the training thread. Collective."""
         began, step = time.perf_counter(), self._scope.step
@@ -124,7 +124,7 @@ class Snapshots:
                 self._storage_due = False
                 self._to_storage_if_free(step)
             if self._memory is not None and self._applied:
-                self._note(self._memory.after_step(step, duration_s, whole, self.asks))
+                self._note(self._memory.after_step(step, duration_s, whole, self.asks, ends_epoch))
         return time.perf_counter() - began if self._pending else 0.0
 
     def delayed_s(self) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from elastic.core.policy.snapshot_interval import Cadence, Costs
 
 
-def taken(cadence: Cadence, steps: int, cost_s: float | None, step_s: float) -> list[int]:
+def taken(cadence: Cadence, steps: int, cost_s: float | None, step_s: float, epoch: int = 10**9) -> list[int]:
     found = []
     for step in range(1, steps + 1):
-        if cadence.due(step):
+        if cadence.due(step, ends_epoch=step % epoch == 0):
             cadence.agreed(cost_s, step_s)
             cadence.passed(step, taken=True)
             found.append(step)
@@ -41,6 +41,14 @@ def test_the_cost_stays_under_its_limit() -> None:
     steps = taken(cadence, 1000, 0.2, 1.0)
     assert cadence.interval == 20
     assert len(steps) * 0.2 / 1000 < 0.011
+
+
+def test_the_last_step_of_an_epoch_is_due_in_the_place_of_a_later_one() -> None:
+    assert taken(Cadence(None, 0.01), 200, 0.2, 1.0, epoch=90) == [1, 21, 41, 61, 81, 90, 121, 141, 161, 180]
+    short = taken(Cadence(None, 0.01), 1000, 0.2, 1.0, epoch=15)
+    assert short[:6] == [1, 15, 30, 45, 75, 90], "not all of them: they are shorter than the interval"
+    assert len(short) * 0.2 / 1000 < 0.011
+    assert taken(Cadence(5, 0.01), 20, 0.2, 1.0, epoch=7) == [5, 10, 15, 20], "a fixed cadence is kept"
 
 
 def test_what_costs_nothing_is_done_at_every_step_but_some_to_compare_with() -> None:
