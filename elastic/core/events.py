@@ -96,11 +96,13 @@ class SlotLost:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """The worker process is up, has imported what it needs, and passed its health check."""
+    """The worker process is up, has imported what it needs, and passed its health check. `lasting`: the higher it is,
+    the less likely is the loss of its node; 0 where nothing is known."""
 
     worker: int
     pid: int
     host: str
+    lasting: int = 0
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Worker:
     """One worker process. A dead worker is removed; its successor in the same slot has a new number.
 
     Whether it is inside a generation is not said here: all members enter and leave at once (`Fleet.inside`).
+    `lasting`: see `WorkerReady`.
     """
 
     id: int
@@ -55,6 +56,7 @@ class Worker:
     since: float
     pid: int | None = None
     host: str = ""
+    lasting: int = 0
 
 
 class Slots(Table[Slot]):

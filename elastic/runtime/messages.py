@@ -25,7 +25,7 @@ class NodeFacts:
     """A node, described by its agent. Other nodes reach its snapshot server at `memory`, its own workers at
     `memory_name`. Workers send heartbeats to `mailbox`. `launcher` is the command that starts a worker in place of
     Python; empty for Python itself. `machine` is the same for all nodes on one running kernel. `parameters`: where its
-    parameter server listens, if it has one."""
+    parameter server listens, if it has one. `lasting`: see `core.events.WorkerReady`."""
 
     mailbox: str
     memory: tuple[str, int]
@@ -34,6 +34,7 @@ class NodeFacts:
     launcher: str = ""
     machine: str = ""
     parameters: tuple[str, int] | None = None
+    lasting: int = 0
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,14 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
     if worker is None or worker.phase is not WorkerPhase.STARTING:
         return
     transition.put_worker(
-        replace(worker, phase=WorkerPhase.READY, pid=event.pid, host=event.host, since=transition.now)
+        replace(
+            worker,
+            phase=WorkerPhase.READY,
+            pid=event.pid,
+            host=event.host,
+            since=transition.now,
+            lasting=event.lasting,
+        )
     )
     slot = transition.fleet.slots[worker.slot]
     if slot.start_failures:
@@ -302,8 +309,14 @@ def _mesh_facts(transition: Transition, size: int, base: KnownCheckpoint | None)
 
 def ranked(transition: Transition, size: int, base: KnownCheckpoint | None, cell: int) -> tuple[int, ...]:
     """The members by rank: one slot's are neighbours, and each slot gets the ranks whose state its node holds.
-    Rank 0 stays where it is."""
+
+    Rank 0 begins on a node that is likely to last, and stays there: where it is lost another function becomes rank 0,
+    and many are called again for it.
+    """
     slots = [(slot.node, workers) for slot, workers in transition.state.idle_slots]
+    if not transition.state.members:
+        known = transition.fleet.workers
+        slots.sort(key=lambda slot: -max(known[worker].lasting for worker in slot[1]))
     in_memory = base is not None and is_snapshot(base.id)
     copies = transition.saved.copies if in_memory else Copies()
     leader = next(iter(transition.state.members), None)

@@ -306,6 +306,7 @@ class ControllerActor:
             self._links.watch,
             lambda step: loop.telemetry.contents.after(step),
             lambda node: self._relays.over(node, loop.state.fleet, loop.clock.now()),
+            ray.get_runtime_context().get_node_id(),
         )
         self._given_back.clear()
         if self._on_train_page:

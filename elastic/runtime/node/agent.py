@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Ray's label for how a machine is rented, and how likely it then is to stay: see `core.events.WorkerReady`.
+_MARKET_LABEL, _LASTING = "ray.io/market-type", {"on-demand": 1, "spot": -1}
 # With less free space in the temporary folder not even a shard's header could be spooled.
 _MIN_FREE_BYTES = 64 << 20
 # About a second of work, on a node whose processors may be busy.
@@ -117,7 +119,8 @@ class AgentActor:
         launcher = self._forks.command if self._forks is not None else ""
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         memory, parameters = self._memory, None if self._parameters is None else self._parameters.address
-        return NodeFacts(self._name, memory.address, memory.local_name, domain, launcher, machine, parameters)
+        lasting = _LASTING.get(str(labels.get(_MARKET_LABEL, "")), 0)
+        return NodeFacts(self._name, memory.address, memory.local_name, domain, launcher, machine, parameters, lasting)
 
     async def measure(self) -> dict[str, float]:
         """The node's rates (`measures.rates`), by a process that ends with this call. Raises OSError, ValueError."""

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _BEGIN_RETRY_S = 2.0
 # Concurrent calls to the control store: starts of agents and workers.
 _STORE_THREADS = 8
+# See `core.events.WorkerReady`.
+_HOME = 2
 
 
 class Executor:
@@ -58,14 +60,16 @@ class Executor:
         on_agent: OnAgent,
         content_after: Callable[[int], Mapping[int, int]] = lambda step: {},
         relay_of: Callable[[str], str | None] = lambda node: None,
+        home: str = "",
     ) -> None:
         """`on_steps` gets the step reports that come with a snapshot from memory; `on_agent` see `Agents`;
-        `content_after` see `StepContents.after`; `relay_of` see `Commands`."""
+        `content_after` see `StepContents.after`; `relay_of` see `Commands`; `home` is the controller's node."""
         self._settings = settings
         self._attempt = attempt
         self._incarnation = incarnation
         self._emit = emit
         self._content_after = content_after
+        self._home = home
         self._slots = SlotKeeper(settings.run_id, attempt, settings.resources_per_worker, emit)
         self._nodes: dict[int, str] = {}
         self._store = StoreThreads(_STORE_THREADS, "elastic-starts")
@@ -201,7 +205,9 @@ class Executor:
             usage = isinstance(cause, UsageError)
             self._emit(ev.WorkerStartFailed(worker, str(cause) if usage else sentence(error), usage))
         else:
-            self._emit(ev.WorkerReady(worker, facts["pid"], facts["host"]))
+            # The loss of this node costs more than that of any other already.
+            lasting = _HOME if node == self._home else known.lasting
+            self._emit(ev.WorkerReady(worker, facts["pid"], facts["host"], lasting))
 
     async def _begun(self, worker: int, slot: int, node: str, group: Any) -> tuple[Any, NodeFacts, Any | None]:
         """The node's agent, its facts, and the worker's actor."""

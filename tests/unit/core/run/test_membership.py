@@ -49,6 +49,15 @@ def test_ranks_of_one_node_are_neighbours() -> None:
     assert [s.state.fleet.node_of(worker) for worker in members] == ["a", "a", "b", "b"]
 
 
+def test_rank_0_begins_on_a_node_that_is_likely_to_last_and_stays_there() -> None:
+    s = Scenario(2, 3).do(ev.RunStarted(), *(ev.SlotPlaced(slot, f"node-{slot}") for slot in range(3)))
+    ready = [ev.WorkerReady(worker, 1, "host", lasting) for worker, lasting in enumerate((-1, 1, 2))]
+    assert s.do(*ready).acts(act.BeginGeneration)[0].members == (2, 1, 0)
+    s.train().lose_node(0)
+    s.left(1, 2).nodes(1).train().wait(60)
+    assert s.state.members[0] == 2
+
+
 def test_a_node_of_two_is_lost_with_both() -> None:
     s = Scenario(2, 4, per_slot=2).started(4).lose_node(0)
     assert s.acts(act.EndGeneration)[0].workers == (2, 3)
