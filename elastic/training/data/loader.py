@@ -148,6 +148,10 @@ class ElasticLoader:
         # Epochs of a stream end where its readers do: no plan tells that of a step of the past.
         return step < self._epoch_ended
 
+    def is_behind(self, step: int) -> bool:
+        """May the run, after `step` finished steps that were made without this loop, be in a later epoch than that?"""
+        return self.plan.finite is not None or self.plan.epoch(step) > self._next_epoch
+
     def epochs(self) -> Iterator[Iterator[Any]]:
         """One iterable per epoch that is left, each to be used up before the next is asked for."""
         for _ in elapsing_epochs(self):

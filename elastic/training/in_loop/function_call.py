@@ -81,6 +81,8 @@ class FunctionCall:
         self._rates_apart = False
         self._set_up = SetUp()
         self._own = OwnCollectives()
+        # Others have made steps since it was last in a generation.
+        self._behind = False
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -382,9 +384,15 @@ class FunctionCall:
                 f"it is rank 0 from here on and has asked for its rank before its first batch (in {', '.join(known)}); "
                 "one that asks elastic.get_context() in its loop stays"
             )
-        if self._handles is not None and self._handles.loader.is_beyond(_step_of(following.spec.checkpoint)):
+        step = _step_of(following.spec.checkpoint)
+        # It has stood by where the others have made more steps.
+        self._behind = step > runner.generation.scope.step
+        if self._handles is not None and self._handles.loader.is_beyond(step):
             self._following = following
             raise self._leave_function("the run goes back over the end of an epoch, after which its code has run")
+        if self._behind and self._handles is not None and self._handles.loader.is_behind(step):
+            self._following = following
+            raise self._leave_function("it has stood by while the others came to the end of an epoch")
         # The object stays, and with it what was registered in it; the values are those that are restored.
         following.generation.state = runner.generation.state
         for key in list(following.generation.state):
@@ -424,7 +432,8 @@ class FunctionCall:
         runner.join(self)
         self._own.goes_on()
         followed = self._handles is not None and self._handles.engine.followers
-        together = self._set_up.joined(runner.generation.group, called=False, apart="" if followed else self._own.why)
+        apart = "" if followed else self._own.why
+        together = self._set_up.joined(runner.generation.group, called=False, apart=apart, behind=self._behind)
         if together:
             return together
         try:

@@ -56,9 +56,9 @@ class SetUp:
     def rank_asked(self) -> None:
         self.rank_known_to.add(ahead.asker())
 
-    def joined(self, group: ProcessGroup, called: bool, apart: str = "") -> str:
+    def joined(self, group: ProcessGroup, called: bool, apart: str = "", behind: bool = False) -> str:
         """The function is `called`, in this generation or ahead of it; else it stays in its loop. `apart`: why it
-        cannot, where others are called. Collective.
+        cannot, where others are called, or are `behind`: have stood by while there were steps. Collective.
 
         Returns why it is to be called again in this very generation, as on all other ranks; empty where it is not.
         Raises CollectiveFailed where it was given what the others do not have, and torch's DistError.
@@ -70,11 +70,14 @@ class SetUp:
             store.set(self._key("together"), why)
         if apart := "" if called else apart or self.recording.unfit(size):
             store.set(self._key("apart"), apart)
+        if behind:
+            store.set(self._key("behind"), "")
         count = store.add(self._key("joined"), _JOINED + _CALLED * called + _MEETS * meets + _MAKES * makes)
         if count % _CALLED == size:
             store.set(self._key("all"), str(count))
         count = int(store.get(self._key("all")))
-        together = self._said("together") or (self._said("apart") if count % _MEETS // _CALLED else "")
+        differ = count % _MEETS // _CALLED or store.check([self._key("behind")])
+        together = self._said("together") or (self._said("apart") if differ else "")
         self._all = bool(together) or count // _MAKES == size
         self._meeting = size if together else count % _MAKES // _MEETS * meets
         if self._all:

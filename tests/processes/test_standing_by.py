@@ -1,0 +1,56 @@
+"""A worker that stands by for some generations, as one too few for a cell does, and is a rank again: in its loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _assert_ended, _distance, _engine, _undisturbed
+
+from elastic.checkpoint.storage import CheckpointStore
+
+pytestmark = pytest.mark.processes
+
+
+def through(crew: Crew, function: str, config: dict[str, Any], until: tuple[int, int]) -> Run:
+    """Three ranks, of which the third stands by between the steps `until`."""
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "engine": _engine(config)}
+    generations, checkpoint = [], None
+    for who, end_at in (((0, 1, 2), until[0]), ((0, 1), until[1]), ((0, 1, 2), None)):
+        outcomes = crew.run(who, function, config, end_at=end_at, checkpoint=checkpoint, **more)
+        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        checkpoint = CheckpointStore(config["url"], "run").list()[0].id
+        generations.append(outcomes)
+    return Run(Path(config["url"]), generations)
+
+
+def left(crew: Crew) -> list[list[str]]:
+    return [[point for point in member.points if point.startswith("left")] for member in crew.members[:3]]
+
+
+@pytest.mark.parametrize("engine", [{"stage": 1}, {"engine": "fsdp2"}], ids=["zero1", "fsdp2"])
+def test_within_an_epoch_it_goes_on_where_the_others_are(crew: Crew, tmp_path: Path, engine: dict[str, Any]) -> None:
+    plain = {**engine, "dropout": 0.1}
+    still = _undisturbed(crew, tmp_path / "still", plain, 2)
+    moved = through(crew, "train_in_loop", {**plain, "in_loop": True, "url": str(tmp_path / "moved")}, (1, 3))
+    assert left(crew) == [[], [], []]
+    assert _distance(still.losses, moved.losses) <= 8 * FLOOR
+    assert _distance(still.state, moved.state) <= 8 * FLOOR
+
+
+def test_over_the_end_of_an_epoch_it_begins_anew(crew: Crew, tmp_path: Path) -> None:
+    """Seen: in its loop it came to the collective after that epoch, in which the others had been long ago."""
+    config = {"stage": 2, "in_loop": True, "url": str(tmp_path), "place": "after", "by": "elastic.epochs"}
+    through(crew, "joins_in", config, (2, 6))
+    assert left(crew) == [[], [], ["left: it has stood by while the others came to the end of an epoch"]]
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_where_a_counter_decides_on_collectives_all_begin_together(crew: Crew, tmp_path: Path, by_step: bool) -> None:
+    """Its counter is behind those of the others."""
+    config = {"stage": 1, "in_loop": True, "url": str(tmp_path), "by_step": by_step}
+    run = through(crew, "agreements.logs", config, (2, 3))
+    calls = [outcome.told["calls"] for outcome in run.outcomes[-3:]]
+    assert calls == ([1, 1, 1] if by_step else [2, 2, 2])
