@@ -19,6 +19,7 @@ pytestmark = pytest.mark.processes
 
 TRAINS = "hf_trainer.trains"
 AT, LAST_STEP = 4, 10
+OVER = "left: it has stood by while the others came to the end of an epoch"
 
 
 def entries(outcome: Outcome) -> list[dict[str, Any]]:
@@ -77,6 +78,30 @@ def test_survivors_of_a_killed_rank_stay_and_log_what_an_undisturbed_run_logs(
         for one, other in zip(entries(moved), entries(wanted), strict=True):
             assert one == pytest.approx(other, rel=1e-4)
     assert [outcome.told["zero"] for outcome in grown] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("until", "reasons"), [((1, 3), []), ((2, 7), [OVER])], ids=["within-an-epoch", "over-its-end"]
+)
+def test_one_that_has_stood_by_logs_what_the_others_log(
+    crew: Crew, tmp_path: Path, until: tuple[int, int], reasons: list[str]
+) -> None:
+    """An epoch has three steps and a part of one."""
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "checkpoint_every_steps": 1}
+    config: dict[str, Any] = {"in_loop": True, "victim": 0, "url": str(tmp_path / "moved")}
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+    _assert_ended(crew.run([0, 1, 2], TRAINS, config, end_at=until[0], **more), "ended", until[0])
+    fewer = crew.run([0, 1], TRAINS, config, end_at=until[1], checkpoint=store.list()[0].id, **more)
+    _assert_ended(fewer, "ended", until[1])
+    grown = crew.run([0, 1, 2], TRAINS, config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert [point for point in crew.members[2].points if point.startswith("left")] == reasons
+    still = crew.run([0, 1, 2], TRAINS, {**config, "url": str(tmp_path / "still")}, **more)
+    for moved, wanted in zip(grown, still, strict=True):
+        assert moved.told["steps"] == wanted.told["steps"]
+        assert len(entries(moved)) == len(entries(wanted)) > 8
+        for one, other in zip(entries(moved), entries(wanted), strict=True):
+            assert one == pytest.approx(other, rel=1e-4)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
