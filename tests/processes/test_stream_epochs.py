@@ -56,7 +56,11 @@ def assert_read_as_by_one_process(outcomes: list[Outcome], first: int = 0) -> No
     assert sorted(positions) == list(range(sum(sizes[:first]), sum(sizes)))
 
 
-@pytest.mark.parametrize("config", [{"stage": 2}, {"stage": 3, "num_workers": 2}, {"engine": "fsdp2"}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"stage": 2}, {"stage": 3, "num_workers": 2}, {"engine": "fsdp2"}, {"stage": 1, "in_loop": True}],
+    ids=str,
+)
 def test_a_run_through_other_world_sizes_equals_the_undisturbed_run(
     crew: Crew, tmp_path: Path, config: dict[str, Any]
 ) -> None:
