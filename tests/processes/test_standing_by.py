@@ -54,3 +54,23 @@ def test_where_a_counter_decides_on_collectives_all_begin_together(crew: Crew, t
     run = through(crew, "agreements.logs", config, (2, 3))
     calls = [outcome.told["calls"] for outcome in run.outcomes[-3:]]
     assert calls == ([1, 1, 1] if by_step else [2, 2, 2])
+
+
+def test_a_generation_that_nobody_has_joined_is_no_standing_by(crew: Crew, tmp_path: Path) -> None:
+    """A rank is lost in it before the others have restored: these have seen all steps, and stay in their loop."""
+    config = {"stage": 1, "in_loop": True, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
+    store = CheckpointStore(str(tmp_path), "run")
+    _assert_ended(crew.run([0, 1], "agreements.logs", config, end_at=3, **more), "ended", 3)
+    crew.begin([0, 1, 2], "stays_before_it_initializes", config, checkpoint=store.list()[0].id, **more)
+    crew.reached(2, "there")
+    for number in (0, 1):
+        crew.in_collective(number)
+    crew.replace(2)
+    for number in (0, 1):
+        crew.abort(number, "rank 2 was lost")
+    for number in (0, 1):
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    finished = crew.run([0, 1], "agreements.logs", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(finished, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in finished] == [1, 1]

@@ -81,8 +81,8 @@ class FunctionCall:
         self._rates_apart = False
         self._set_up = SetUp()
         self._own = OwnCollectives()
-        # Others have made steps since it was last in a generation.
-        self._behind = False
+        # The run's steps up to the last one that its loop has made; others have made more while it stood by.
+        self._made, self._behind = 0, False
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -240,6 +240,8 @@ class FunctionCall:
 
     def batch_over(self, own: int, last: bool) -> None:
         self._own.batch_over(own, last)
+        if last:
+            self._made = max(self._made, self._current.generation.scope.step)
 
     def initializing(self) -> None:
         self._set_up.closed()
@@ -385,8 +387,7 @@ class FunctionCall:
                 "one that asks elastic.get_context() in its loop stays"
             )
         step = _step_of(following.spec.checkpoint)
-        # It has stood by where the others have made more steps.
-        self._behind = step > runner.generation.scope.step
+        self._behind = step > self._made
         if self._handles is not None and self._handles.loader.is_beyond(step):
             self._following = following
             raise self._leave_function("the run goes back over the end of an epoch, after which its code has run")
