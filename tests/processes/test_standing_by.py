@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,13 @@ def test_where_a_counter_decides_on_collectives_all_begin_together(crew: Crew, t
 
 
 def test_a_generation_that_nobody_has_joined_is_no_standing_by(crew: Crew, tmp_path: Path) -> None:
-    """A rank is lost in it before the others have restored: these have seen all steps, and stay in their loop."""
+    """A rank is lost in it before it has come: the others have seen all steps, and stay in their loop."""
     config = {"stage": 1, "in_loop": True, "url": str(tmp_path)}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
     store = CheckpointStore(str(tmp_path), "run")
     _assert_ended(crew.run([0, 1], "agreements.logs", config, end_at=3, **more), "ended", 3)
-    crew.begin([0, 1, 2], "stays_before_it_initializes", config, checkpoint=store.list()[0].id, **more)
-    crew.reached(2, "there")
+    crew.members[2].signal(signal.SIGSTOP)
+    crew.begin([0, 1, 2], "agreements.logs", config, checkpoint=store.list()[0].id, **more)
     for number in (0, 1):
         crew.in_collective(number)
     crew.replace(2)
