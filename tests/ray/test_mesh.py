@@ -128,6 +128,27 @@ def test_cells_lose_nodes_form_anew_and_grow(
     Outcome.of(run, tmp_path / "moved-weights").assert_near(_STILL[key])
 
 
+def test_a_worker_that_stands_by_over_the_end_of_an_epoch_joins_again(cluster: LocalCluster, tmp_path: Path) -> None:
+    """One too many for a cell; its loop is in the epoch before, at whose end ranks wait for each other."""
+    config = {"stage": 1, "agrees": True}
+    run = started(cluster, tmp_path / "moved", "moved", "shared_work:sequences", SEQUENCES, "deepspeed", config)
+    run.allow(7)
+    run.start()
+    run.reach(7)
+    run.wait_snapshot(7)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
+    assert run.handle.progress()["world_size"] == 2
+    run.allow(16)
+    run.reach(16)
+    run.cluster.add_node()
+    run.grow_to(4)
+    run.finish()
+    run.assert_whole()
+    (why,) = run.decisions("function-left")
+    assert "stood by while the others came to the end of an epoch" in why
+
+
 @pytest.mark.parametrize(
     ("function", "engine"),
     [
