@@ -6,6 +6,7 @@ Worlds of up to 1,024 ranks under torch's fake process group: layouts need no co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import MeshSettings
+from elastic.core.sharding.mesh_memory import state_bytes
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.sharding import repoint, shard_model, units
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.inventory import Inventory
+from elastic.training.watch.held_state import held_state
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = vars(Options())
@@ -30,6 +35,9 @@ class Block(nn.Module):
         super().__init__()
         self.up = nn.Linear(4, 6)
         self.down = nn.Linear(6, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.down(self.up(inputs)))
 
 
 class Model(nn.Module):
@@ -102,6 +110,58 @@ def test_a_rank_holds_the_rows_that_torch_gives_it(world: Any, rank: int, size: 
         assert held.numel() == sum(chunk.numel for chunk in master.chunks)
         for chunk in master.chunks:
             assert held.tolist() == list(range(chunk.start, chunk.stop))
+
+
+class Trained(Model):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.embedding(tokens)
+        for layer in self.layers:
+            found = layer(found)
+        return torch.as_tensor(self.head(found))
+
+
+def allocated(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the shards, of their gradients and of what the optimizer keeps of them, each storage once."""
+    tensors = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
+    tensors += [tensor for state in optimizer.state.values() for tensor in state.values()]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in local if tensor is not None and tensor.dim()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"param_dtype": "bfloat16"}),
+        (torch.float32, {"param_dtype": "bfloat16", "reduce_dtype": "float32", "cpu_offload": True}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"reduce_dtype": "float32", "cpu_offload": True}),
+    ],
+    ids=["fp32", "computes in bf16", "offload", "bf16", "bf16 offload"],
+)
+def test_the_first_rank_tells_what_it_has_allocated(
+    world: Any, size: int, kind: Any, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    world(0, size)
+    model: Any = Trained().to(dtype)
+    model.layers[1].up.weight.requires_grad_(False)
+    optimizer = kind([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    mesh = shard_model(model, OPTIONS | options, CPU)
+    repoint(optimizer, before, dict(model.named_parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(6)).float().sum().backward()
+        optimizer.step()
+    real = allocated(model, optimizer)
+    state = Fsdp2State(model, optimizer, None, mesh)
+    held, own = held_state(state, CPU, 1)
+    assert own == real == state_bytes(held, MeshSettings(), size)
+    # Whatever is sharded is in host memory.
+    assert held_state(state, torch.device("cuda"), 1)[1] == 0
 
 
 def test_a_mesh_of_before_is_not_taken_for_one_of_another_rank(world: Any) -> None:
