@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -121,16 +121,34 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What an engine keeps of trained elements beside weights, masters and optimizer state: gradients as they are added
+    up over a step's micro-batches, copies on their way to and from host memory.
+
+    `of`: of all elements that a lane has ("lane"), of those of a rank's masters, their padding too ("part"), or of all
+    elements of each tensor that a rank's masters have any of ("reached"). `device`: None: where the master is, or of a
+    lane's the weight. `element_bytes`: None: as of the weights, or of the masters where there are no weights.
+    """
+
+    of: Literal["lane", "part", "reached"]
+    device: torch.device | None = None
+    element_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Sharing:
     """By which rules an engine shares tensors out, at any world size: see `core.sharding.mesh_memory` for `cut_by` and
     `shard_workers`. `experts`: parameters of which the first dimension is experts that ranks share, or with `apart`
-    each of which is one. `layers`: the layers of a pipeline that have each parameter; empty: it is none."""
+    each of which is one. `layers`: the layers of a pipeline that have each parameter; empty: it is none. `beside`: what
+    else lies in memory. `also_whole`: frozen parameters that ranks have whole beside their parts."""
 
     cut_by: CutBy
     experts: frozenset[str] = frozenset()
     apart: bool = False
     layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shard_workers: int = 0
+    beside: tuple[Beside, ...] = ()
+    also_whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class ShardedState(Protocol):

@@ -1,8 +1,10 @@
 """What memory a mesh would need, predicted from what other meshes of the run were measured to need. Bytes; pure.
 
 The peak of a rank is the training state that it holds, and the rest. The state (weights, gradients, masters, optimizer
-state) follows exactly from the tensors' shapes and from how the engine shares them out, for every mesh. The rest
-(activations, gathered weights, buckets, libraries) was measured, and is carried over under these assumptions:
+state) follows from the tensors' shapes and from how the engine shares them out, for every mesh: exactly but for padding
+and, of ZeRO 2, whole gradients of tensors at the ends of a partition, which are bounded. The rest (activations,
+gathered weights, buckets, what a reduction or a step copies, libraries) was measured, and is carried over under these
+assumptions:
 
 - The micro-batch and the length of sequences stay what they are, so that with the same axes it does not depend on the
   number of workers.
@@ -11,17 +13,19 @@ state) follows exactly from the tensors' shapes and from how the engine shares t
 - With more of them it shrinks by nothing. 1F1B has as many micro-batches under way as there are stages, each of fewer
   layers; GPipe has all of a step's, of fewer layers; tokens are taken to be spread evenly over the experts.
 
-Not foreseen: memory that fragments, later micro-batches that are larger than the first, copies of the state in host
-memory, stages that a script cuts otherwise than by numbers of parameters.
+Not foreseen: memory that fragments, later micro-batches that are larger than the first, snapshots' copies of the state
+in host memory, stages that a script cuts otherwise than by numbers of parameters, the whole gradients that FSDP2 adds
+up in steps of several micro-batches where every measured step had one.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from elastic.core.errors import UsageError
@@ -43,6 +47,7 @@ class HeldTensors(NamedTuple):
     of them in each of `layers` layers of a pipeline from `layer` on, or of no pipeline.
 
     Of each element every rank of a lane has `lane_bytes`, and one rank of those that share the data has `data_bytes`.
+    Where a parameter group is one flat, each rank with any of a tensor's elements has `reached_bytes` of all of them.
     `cut`: of what lanes have slices, along the rows (0) or the width (1); -1: each has it whole. `experts`: 1 where the
     rows are experts that ranks share, 2 where each tensor is one. `group`: the optimizer's, -1 for what is not trained.
     `also`: other layers that have the very same tensor.
@@ -59,6 +64,7 @@ class HeldTensors(NamedTuple):
     layer: int = 0
     layers: int = 1
     also: tuple[int, ...] = ()
+    reached_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,8 @@ def growth(before: Mapping[str, int], after: Mapping[str, int]) -> float:
 
 
 def state_bytes(held: HeldState, shape: MeshSettings, world_size: int) -> int:
-    """Of the rank that has most. `shape` has one size for each axis. Raises UsageError where the model has fewer layers
-    than stages."""
+    """Of the rank that has most; a bound where tensors have `reached_bytes`. `shape` has one size for each axis. Raises
+    UsageError where the model has fewer layers than stages."""
     mesh = shape.mesh(world_size)
     return max(_rank_bytes(held, tensors, mesh) for tensors in _by_rank(held.tensors, shape))
 
@@ -205,6 +211,7 @@ def _layers(tensors: HeldTensors) -> tuple[int, ...]:
 
 def _rank_bytes(held: HeldState, tensors: Iterable[tuple[HeldTensors, int]], mesh: Mesh) -> int:
     total, flats = 0, Counter[tuple[int, bool, int]]()
+    reached = defaultdict[tuple[int, bool, int], Counter[int]](Counter)
     for each, layers in tensors:
         rows, width, count = _slice(each, mesh)
         count *= layers
@@ -215,14 +222,31 @@ def _rank_bytes(held: HeldState, tensors: Iterable[tuple[HeldTensors, int]], mes
                 total += rows * width * count * each.data_bytes
             case "flat":
                 flats[each.group, each.experts > 0, each.data_bytes] += rows * width * count
+                if each.reached_bytes:
+                    reached[each.group, each.experts > 0, each.reached_bytes][rows * width] += count
             case "elements":
                 total += -(-rows * width // ranks) * count * each.data_bytes
             case "rows":
                 total += -(-rows // ranks) * width * count * each.data_bytes
     for (_, experts, size), elements in flats.items():
-        # Partitions begin on an even element: see `sharding.zero`.
-        total += 2 * -(-elements // (2 * _ranks(held, mesh, experts))) * size
+        total += _part(elements, _ranks(held, mesh, experts)) * size
+    for (_, experts, size), numels in reached.items():
+        total += _reached(numels, _ranks(held, mesh, experts)) * size
     return total
+
+
+def _part(elements: int, ranks: int) -> int:
+    """Partitions begin on an even element: see `sharding.zero`."""
+    return 2 * -(-elements // (2 * ranks))
+
+
+def _reached(numels: Counter[int], ranks: int) -> int:
+    """At most so many elements have the tensors that a partition has any of, with its padding, by how many there are of
+    each size: its own elements, and all but one of a tensor at either end. Which lie at its ends the order of tensors
+    would say."""
+    part = _part(sum(numel * count for numel, count in numels.items()), ranks)
+    largest = (numel for numel in sorted(numels, reverse=True) for _ in range(numels[numel]))
+    return min(part * ranks, part + sum(max(0, numel - 1) for numel in islice(largest, 2)))
 
 
 def _slice(each: HeldTensors, mesh: Mesh) -> tuple[int, int, int]:

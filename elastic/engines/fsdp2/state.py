@@ -23,7 +23,17 @@ from elastic.engines.fsdp2.local_step import local_of
 from elastic.engines.fsdp2.meshes import Meshes, is_experts, rows_of, slice_shape
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.fsdp2.tensor_parallel import cuts_of
-from elastic.engines.live_state import PARAM, Extra, Master, Sharing, TensorSpec, Weight, specs_of, whole_buffer
+from elastic.engines.live_state import (
+    PARAM,
+    Beside,
+    Extra,
+    Master,
+    Sharing,
+    TensorSpec,
+    Weight,
+    specs_of,
+    whole_buffer,
+)
 from elastic.engines.model.cuts import Cuts
 from elastic.engines.model.plain_names import named_parameters
 
@@ -109,7 +119,9 @@ class Fsdp2State:
     def sharing(self) -> Sharing:
         experts = frozenset(name for name, parameter in self._parameters.items() if is_experts(parameter))
         # With copies of shards `part` says how many there are.
-        return Sharing("rows", experts, layers=self.layers, shard_workers=self.part[0] if self.copies else 0)
+        shards = self.part[0] if self.copies else 0
+        # The reduced gradient is of the parameter's type, whatever it was computed in, and lies where the shard does.
+        return Sharing("rows", experts, layers=self.layers, shard_workers=shards, beside=(Beside("part"),))
 
     def begin_install(self) -> None:
         # Parameters that an evaluation pass has gathered would keep their old values.

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from elastic.core.sharding.cuts import Cut
 from elastic.core.sharding.mesh_memory import HeldState, HeldTensors, together
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import MASTER, PARAM, ShardedState, Sharing
+from elastic.engines.live_state import MASTER, PARAM, Beside, Master, ShardedState, Sharing, Weight
 
 
 def held_state(state: ShardedState, device: torch.device, slices: int) -> tuple[HeldState, int]:
     """(the model's, or its stage's of a pipeline; the bytes of this rank on `device`), once the optimizer has what it
     keeps. `slices`: so many ranks share each layer.
 
-    Gradients are counted as an optimizer step finds them, in the types of the weights: whole in stages 0 and 1, sharded
-    like the masters in the others. Module buffers and what the user keeps are not counted.
+    What lies elsewhere than on `device`, in host memory, is not counted; where `device` is the host's, all is.
+    Gradients are counted as the engine adds them up, though there are none between steps (`Sharing.beside`). Module
+    buffers and what the user keeps are not counted.
     """
     sharing, held = state.sharing(), _Held(device)
     _count(state, sharing, held)
     group = {name: number for number, names in enumerate(state.groups()) for name in names}
     tensors = [
         _shape(state, sharing, spec.name, spec.shape, slices)._replace(
-            lane_bytes=held.lane[spec.name], data_bytes=held.data[spec.name], group=group.get(spec.name, -1)
+            lane_bytes=held.bytes["lane"][spec.name],
+            data_bytes=held.bytes["part"][spec.name],
+            reached_bytes=held.bytes["reached"][spec.name],
+            group=group.get(spec.name, -1),
         )
         for spec in state.specs()
         if spec.kind in (MASTER, PARAM) and spec.name not in state.elsewhere
@@ -35,19 +39,21 @@ def held_state(state: ShardedState, device: torch.device, slices: int) -> tuple[
 
 
 class _Held:
-    """Bytes per element by parameter: what every rank of a lane has, and what one of those that share the data has;
-    `own` are those of this rank, all together."""
+    """Bytes per element by parameter, each as `Beside.of` says; `own` are those of this rank, all together."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lane, self.data, self.own = Counter[str](), Counter[str](), 0
+        self.bytes: dict[str, Counter[str]] = {"lane": Counter(), "part": Counter(), "reached": Counter()}
+        self.own = 0
         self._device = device
 
-    def add(self, names: Iterable[str], tensor: torch.Tensor, whole: bool, element_bytes: int | None = None) -> None:
+    def add(self, of: str, names: Iterable[str], tensor: torch.Tensor) -> None:
+        self.add_elements(of, names, tensor.device, tensor.numel(), tensor.element_size())
+
+    def add_elements(self, of: str, names: Iterable[str], device: torch.device, numel: int, size: int) -> None:
         """What lies elsewhere, in host memory, does not count."""
-        if tensor.device.type == self._device.type:
-            size = tensor.element_size() if element_bytes is None else element_bytes
-            (self.lane if whole else self.data).update(dict.fromkeys(names, size))
-            self.own += tensor.numel() * size
+        if device.type == self._device.type:
+            self.bytes[of].update(dict.fromkeys(names, size))
+            self.own += numel * size
 
 
 def _count(state: ShardedState, sharing: Sharing, held: _Held) -> None:
@@ -56,25 +62,43 @@ def _count(state: ShardedState, sharing: Sharing, held: _Held) -> None:
     weights = [] if sharing.cut_by == "rows" else [each for each in state.weights() if each.tensor.numel()]
     for weight in weights:
         # Stage 3 keeps small parameters whole besides.
-        held.add([weight.name], weight.tensor, everywhere or weight.whole)
-        if state.zero_stage < 2:
-            held.add([weight.name], weight.tensor, whole=True)
-    sizes = {weight.name: weight.tensor.element_size() for weight in weights}
-    same = {weight.tensor.untyped_storage().data_ptr() for weight in weights}
+        held.add("lane" if everywhere or weight.whole else "part", [weight.name], weight.tensor)
+    same = {weight.tensor.untyped_storage()._cdata for weight in weights}
     for master, kept in zip(inventory.masters, inventory.states, strict=True):
-        own = [] if master.tensor.untyped_storage().data_ptr() in same else [master.tensor]
+        own = [] if master.tensor.untyped_storage()._cdata in same else [master.tensor]
         for tensor in (*own, *kept.tensors.values()):
-            held.add(master.names, tensor, sharing.cut_by == "whole")
-        if state.zero_stage >= 2:
-            gradient = max((sizes.get(name, 0) for name in master.names), default=0)
-            held.add(master.names, master.tensor, False, gradient if weights else master.tensor.element_size())
+            held.add("lane" if sharing.cut_by == "whole" else "part", master.names, tensor)
+    for beside in sharing.beside:
+        _count_beside(beside, weights, inventory.masters, held)
     for extra in inventory.extras:
         if extra.kind == PARAM:
-            held.add([extra.chunk.name], extra.tensor, everywhere)
+            held.add("lane" if everywhere else "part", [extra.chunk.name], extra.tensor)
+    for name, tensor in sharing.also_whole.items():
+        held.add("lane", [name], tensor)
     if sharing.apart:
         # Another rank's experts are what this one's are.
-        here = max((held.lane[name] for name in sharing.experts), default=0)
-        held.lane.update({name: here - held.lane[name] for name in sharing.experts})
+        lane = held.bytes["lane"]
+        here = max((lane[name] for name in sharing.experts), default=0)
+        lane.update({name: here - lane[name] for name in sharing.experts})
+
+
+def _count_beside(beside: Beside, weights: Sequence[Weight], masters: Sequence[Master], held: _Held) -> None:
+    if beside.of == "lane":
+        for weight in weights:
+            size = beside.element_bytes or weight.tensor.element_size()
+            device = beside.device or weight.tensor.device
+            held.add_elements("lane", [weight.name], device, weight.tensor.numel(), size)
+        return
+    sizes = {weight.name: weight.tensor.element_size() for weight in weights}
+    numels = {weight.name: weight.tensor.numel() for weight in weights}
+    for master in masters:
+        # Of padding alone, as of all others.
+        own = [sizes[name] for name in master.names if name in sizes] or [*sizes.values(), master.tensor.element_size()]
+        numel = master.tensor.numel()
+        if beside.of == "reached":
+            numel = sum(numels[name] for name in {chunk.name for chunk in master.chunks})
+        device = beside.device or master.tensor.device
+        held.add_elements(beside.of, master.names, device, numel, beside.element_bytes or own[0])
 
 
 def _shape(state: ShardedState, sharing: Sharing, name: str, shape: tuple[int, ...], slices: int) -> HeldTensors:

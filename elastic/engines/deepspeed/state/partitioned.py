@@ -18,7 +18,7 @@ from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 from elastic.core.sharding.zero import Group, zero12_layout
 from elastic.engines.deepspeed.experts.placement import is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState
-from elastic.engines.live_state import Extra, Master, Weight, frozen_whole
+from elastic.engines.live_state import Beside, Extra, Master, Weight, frozen_whole
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -56,6 +56,29 @@ class PartitionedState(ZeroState):
         # Last: what this rank has lies in the same order as on the others.
         nothing = torch.empty(0)
         return own + [Weight(name, 0, nothing, whole=True, experts=True) for name in trained if name not in here]
+
+    def beside(self) -> Iterator[Beside]:
+        """stage_1_and_2.py: `_fill_param_grad_accum_attribute`, `copy_grads_in_partition` (whole gradients of what the
+        partition has any of), `_build_compact_grad_partition_buffer`, `async_accumulate_grad_in_cpu_via_gpu`,
+        `param_buffer_of_bit16_for_cpu_offload_groups`; bf16_optimizer.py: `fp32_groups_gradients_flat`."""
+        wrapper = self._wrapper
+        if self._bf16:
+            yield Beside("lane", element_bytes=wrapper.grad_acc_dtype.itemsize)
+            if not wrapper.immediate_grad_update:
+                # Those of a backward pass are added to it when all of them are there.
+                yield Beside("lane")
+            return
+        sums, device = wrapper.gradient_accumulation_dtype, self._listed()[0][0].device
+        if self.zero_stage == 1:
+            yield Beside("lane", element_bytes=sums.itemsize if wrapper.use_grad_accum_attribute else None)
+        elif sums == torch.float32 != wrapper.dtype:
+            yield Beside("part", device, sums.itemsize)
+        else:
+            # With offload only where a step has several micro-batches: in a smaller world it may.
+            yield Beside("reached", None if wrapper.cpu_offload else device)
+        if wrapper.cpu_offload:
+            yield Beside("part", element_bytes=wrapper.master_weights_and_grads_dtype.itemsize)
+            yield Beside("part")
 
     def expected(self) -> RankLayout:
         groups = [([(self._names[id(p)], p.numel()) for p in group], is_expert(group[0])) for group in self._listed()]

@@ -16,7 +16,7 @@ from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import replicated_layout
 from elastic.engines.deepspeed.experts.placement import is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState
-from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, whole_buffer
+from elastic.engines.live_state import Beside, Extra, Master, Weight, frozen_whole, whole_buffer
 
 
 class ReplicatedState(ZeroState):
@@ -54,6 +54,10 @@ class ReplicatedState(ZeroState):
 
     def weights(self) -> list[Weight]:
         return self.whole_weights([name for group in self.groups() for name in group])
+
+    def beside(self) -> Iterator[Beside]:
+        # In `parameter.grad`; the step's fp32 copies are gone with it.
+        yield Beside("lane")
 
     def expected(self) -> RankLayout | None:
         if self._flat:

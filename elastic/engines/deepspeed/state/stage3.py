@@ -7,7 +7,7 @@ partition_parameters.py (1778-1888), release 0.19.8.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 from elastic.core.sharding.zero import Group, zero3_layout
 from elastic.engines.deepspeed.experts.placement import is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState, own_numel
-from elastic.engines.live_state import PARAM, Extra, Master, Weight, is_sliced, whole_buffer
+from elastic.engines.live_state import PARAM, Beside, Extra, Master, Weight, is_sliced, whole_buffer
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -81,6 +81,23 @@ class Stage3State(ZeroState):
                 own = parameter.data.reshape(-1)
                 found.append(Weight(name, first, own, True, is_expert(parameter), is_sliced(parameter)))
         return found
+
+    def beside(self) -> Iterator[Beside]:
+        """stage3.py: `grad_partitions_flat_buffer`; with offload_optimizer the masters keep the gradients of their
+        steps, too (`initialize_optimizer_states`)."""
+        sums = self._wrapper.grad_partitions_flat_buffer
+        yield Beside("part", sums.device, sums.element_size())
+        if self._wrapper.offload_optimizer:
+            yield Beside("part", element_bytes=self._wrapper.master_weights_and_grads_dtype.itemsize)
+
+    def frozen_also_whole(self) -> Mapping[str, torch.Tensor]:
+        trained = {id(parameter) for sub_group in self._wrapper.fp16_groups for parameter in sub_group}
+        parameters: list[tuple[str, Any]] = list(named_parameters(self.module))
+        return {
+            name: parameter.data
+            for name, parameter in parameters
+            if id(parameter) not in trained and parameter.data.numel() == own_numel(parameter)
+        }
 
     def expected(self) -> RankLayout:
         groups: dict[int, tuple[list[tuple[str, int]], bool]] = {}

@@ -18,6 +18,7 @@ from elastic.engines.deepspeed.experts import config, placement
 from elastic.engines.deepspeed.experts.native import Counterparts
 from elastic.engines.deepspeed.pipeline import module as pipeline
 from elastic.engines.live_state import (
+    Beside,
     Extra,
     Master,
     Sharing,
@@ -105,7 +106,13 @@ class ZeroState(ABC):
         cut_by: Sequence[CutBy] = ("whole", "flat", "flat", "elements")
         experts = frozenset(name for name, p in named_parameters(self.module) if placement.is_expert(p))
         names, apart = frozenset(self.counterparts.of_names(experts)), self.counterparts.any
-        return Sharing(cut_by[self.zero_stage], names, apart, pipeline.layers_by_name(self.module))
+        layers = pipeline.layers_by_name(self.module)
+        beside, whole = tuple(self.beside()), self.frozen_also_whole()
+        return Sharing(cut_by[self.zero_stage], names, apart, layers, beside=beside, also_whole=whole)
+
+    def frozen_also_whole(self) -> Mapping[str, torch.Tensor]:
+        """`Sharing.also_whole`."""
+        return {}
 
     @abstractmethod
     def groups(self) -> list[list[str]]: ...
@@ -118,6 +125,11 @@ class ZeroState(ABC):
 
     @abstractmethod
     def weights(self) -> list[Weight]: ...
+
+    @abstractmethod
+    def beside(self) -> Iterable[Beside]:
+        """`Sharing.beside`: what lies in memory when the last backward pass of a step ends, before any of it is
+        reduced, as long as stages 2 and 3 do not reduce within it."""
 
     @abstractmethod
     def expected(self) -> RankLayout | None:

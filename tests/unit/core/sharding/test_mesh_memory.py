@@ -24,6 +24,7 @@ from elastic.core.sharding.mesh_memory import (
     state_bytes,
     together,
 )
+from elastic.core.sharding.zero import zero12_layout
 from elastic.core.typed_json import encode
 
 GIB = 1 << 30
@@ -51,6 +52,7 @@ tensors = st.builds(
     rows=st.integers(1, 40), width=st.integers(1, 9), number=st.integers(1, 3), lane_bytes=st.sampled_from((0, 2, 4)),
     data_bytes=st.sampled_from((0, 8, 12)), cut=st.integers(-1, 1), experts=st.integers(0, 2),
     group=st.integers(0, 2), layer=st.integers(0, 5), layers=st.integers(1, 4), also=st.just(()),
+    reached_bytes=st.sampled_from((0, 2, 4)),
 )  # fmt: skip
 states = st.builds(
     HeldState,
@@ -77,7 +79,9 @@ def test_all_ranks_together_have_at_least_the_whole_and_the_fullest_at_most_that
 ) -> None:
     shape = MeshSettings(tp=tp, ep=ep)
     world_size = cells * shape.cell
-    once = sum(each.rows * each.width * each.number * each.layers * (each.lane_bytes + each.data_bytes)
+    reached = held.cut_by == "flat"
+    once = sum(each.rows * each.width * each.number * each.layers
+               * (each.lane_bytes + each.data_bytes + each.reached_bytes * reached)
                for each in held.tensors)  # fmt: skip
     alone = state_bytes(held, MeshSettings(), 1)
     # A flat is padded to an even number of elements.
@@ -85,6 +89,17 @@ def test_all_ranks_together_have_at_least_the_whole_and_the_fullest_at_most_that
     fullest = state_bytes(held, shape, world_size)
     assert fullest <= alone + 12 * 12
     assert fullest * world_size >= once
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 40))
+def test_a_part_of_a_flat_reaches_little_more_than_is_counted(numels: list[int], ranks: int) -> None:
+    layout = zero12_layout([[(str(number), numel) for number, numel in enumerate(numels)]], ranks)
+    reached = max(sum(layout.numels[chunk.name] for chunk in rank.chunks) for rank in layout.ranks)
+    held = HeldState("flat", tuple(HeldTensors(numel, 1, reached_bytes=1) for numel in numels))
+    counted = state_bytes(held, MeshSettings(), ranks)
+    padding = -sum(numels) % (2 * ranks)
+    assert reached <= counted <= reached + sum(sorted(numels)[-2:]) + padding
+    assert counted <= sum(numels) + padding
 
 
 def test_what_each_axis_cuts() -> None:
