@@ -68,9 +68,12 @@ class Saver:
         self.durable: list[bool] = []
         self.users = 0
         self.snapshots: list[tuple[int, int]] = []
+        self.ended_epochs: list[int] = []
 
-    def prepare(self, duration_s: float, applied: bool) -> float:
+    def prepare(self, duration_s: float, applied: bool, ends_epoch: bool) -> float:
         self.snapshots.append((self.scope.step, self.users))
+        if ends_epoch:
+            self.ended_epochs.append(self.scope.step)
         return 0.0
 
     def start(self) -> None:
@@ -236,6 +239,7 @@ def test_epochs_are_cut_at_the_first_step_that_begins_in_the_next() -> None:
     # 30 samples: steps begin at 0 4 8 | 12 16 | 20 24 28; the last has two samples.
     assert [steps for steps, _ in seen] == [3, 2, 3]
     assert made[2].finished
+    assert made[1].saver.ended_epochs == [3, 5], "the run's end is saved anyway"
 
 
 def passes(made: Made, rounds: int, told: list[int] | None = None) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.core.checkpoint.snapshots import is_snapshot, parse_snapshot_id
 from elastic.core.errors import CollectiveFailed, GenerationEnded, UsageError
+from elastic.core.generation_spec import GenerationSpec
 from elastic.core.names import parse_checkpoint_id
 from elastic.training import cleanup, context
 from elastic.training.in_loop.ahead import Ahead, until_needed
@@ -368,32 +369,9 @@ class FunctionCall:
     def _next(self, runner: GenerationRunner, result: GenerationResult) -> GenerationRunner:
         """Wait for the next generation. Raises GenerationEnded where the function must be called again for it."""
         following = self._next_runner(runner, result)
-        if following.spec.checkpoint is None:
+        if why := self._obstacle_to(following, runner.spec):
             self._following = following
-            raise self._leave_function("there is no state to continue from: the run begins at its first step")
-        before, now = runner.spec.tp, following.spec.tp
-        if now != before and not following.generation.kind.cuts_again:
-            self._following = following
-            raise self._leave_function(
-                f"{now} workers share each layer from here on, not {before}, and {following.spec.engine} cannot cut a "
-                "model that is in use"
-            )
-        followers = self._handles.engine.followers if self._handles else frozenset()
-        known = sorted(self._set_up.rank_known_to - followers - _ASK_EACH_TIME)
-        if known and following.spec.rank == 0 != runner.spec.rank:
-            self._following = following
-            raise self._leave_function(
-                f"it is rank 0 from here on and has asked for its rank before its first batch (in {', '.join(known)}); "
-                "one that asks elastic.get_context() in its loop stays"
-            )
-        step = _step_of(following.spec.checkpoint)
-        self._behind = step > self._made
-        if self._handles is not None and self._handles.loader.is_beyond(step):
-            self._following = following
-            raise self._leave_function("the run goes back over the end of an epoch, after which its code has run")
-        if self._behind and self._handles is not None and self._handles.loader.is_behind(step):
-            self._following = following
-            raise self._leave_function("it has stood by while the others came to the end of an epoch")
+            raise self._leave_function(why)
         # The object stays, and with it what was registered in it; the values are those that are restored.
         following.generation.state = runner.generation.state
         for key in list(following.generation.state):
@@ -402,6 +380,31 @@ class FunctionCall:
         following.generation.state.adopt_objects(runner.generation.state)
         self._runner = following
         return following
+
+    def _obstacle_to(self, following: GenerationRunner, before: GenerationSpec) -> str | None:
+        """Why the function cannot stay in its loop for this generation; None where it can."""
+        now = following.spec
+        if now.checkpoint is None:
+            return "there is no state to continue from: the run begins at its first step"
+        if now.tp != before.tp and not following.generation.kind.cuts_again:
+            return (
+                f"{now.tp} workers share each layer from here on, not {before.tp}, and {now.engine} cannot cut a model "
+                "that is in use"
+            )
+        assert self._handles is not None
+        known = sorted(self._set_up.rank_known_to - self._handles.engine.followers - _ASK_EACH_TIME)
+        if known and now.rank == 0 != before.rank:
+            return (
+                f"it is rank 0 from here on and has asked for its rank before its first batch (in {', '.join(known)}); "
+                "one that asks elastic.get_context() in its loop stays"
+            )
+        step, loader = _step_of(now.checkpoint), self._handles.loader
+        self._behind = step > self._made
+        if loader.is_beyond(step):
+            return "the run goes back over the end of an epoch, after which its code has run"
+        if self._behind and loader.is_behind(step):
+            return "it has stood by while the others came to the end of an epoch"
+        return None
 
     def _hold(self, result: GenerationResult) -> None:
         """Once for every engine; what is held from an earlier one stays until an engine has it."""
