@@ -248,7 +248,7 @@ def test_drivers_are_killed_and_nobody_follows_then_the_run_is_stopped_then_resu
     assert run.submit("--no-follow") == 0
     os.kill(run.driver(1), signal.SIGKILL)
     run.driver(2)
-    assert "attempt 2: attached" in run.log(2)
+    wait_until(lambda: "attempt 2: attached" in run.log(2), "the second attempt to find the run")
     supervisors = _supervisors(place)
     assert len(supervisors) == 1
     assert [pid for pid in supervisors if "libtorch" in Path(f"/proc/{pid}/maps").read_text()] == []
