@@ -42,6 +42,19 @@ def members(run: Run) -> list[tuple[int, str]]:
     return [(rank, run.worker(rank)["node"]) for rank in range(run.handle.progress()["world_size"])]
 
 
+def groups(run: Run) -> dict[int, int]:
+    """By rank, the number of its group: two neighbours in the order of their slots."""
+    table = ray.util.placement_group_table().values()
+    slots = {
+        node: int(entry["name"].rpartition(":")[2])
+        for entry in table
+        if entry["state"] == "CREATED"
+        for node in entry["bundles_to_node_id"].values()
+    }
+    in_order = sorted(members(run), key=lambda member: slots[member[1]])
+    return {rank: place // 2 for place, (rank, _) in enumerate(in_order)}
+
+
 def agent_of(run: Run, node: str) -> Any:
     return ray.get_actor(names.agent(run.settings.run_id, 1, node), names.NAMESPACE)
 
@@ -122,7 +135,8 @@ def test_workers_behind_a_frozen_relay_are_told_all_the_same_and_what_it_held_ha
     agent = agent_process(cluster, run, frozen)
     node = run.worker(frozen)["node"]
     # Of the other group, whose commands go by another agent.
-    struck = next(rank for rank, _ in members(run) if rank // 2 != frozen // 2)
+    group = groups(run)
+    struck = next(rank for rank in group if group[rank] != group[frozen])
 
     os.kill(agent, signal.SIGSTOP)
     try:
@@ -163,7 +177,8 @@ def test_a_planned_end_is_told_behind_a_relay_that_is_frozen_or_killed_in_betwee
     run.walk_until(lambda: len(relays(run)) == 2, "two nodes to pass on what the others say")
     before = handed_on(run)
     (frozen, *_) = (rank for rank in run.away_from_head() if rank in relays(run))
-    other_group = [rank for rank, _ in members(run) if rank // 2 != frozen // 2]
+    group = groups(run)
+    other_group = [rank for rank in sorted(group) if group[rank] != group[frozen]]
     drained = next(rank for rank in run.away_from_head() if rank in other_group)
     agent, node = agent_process(cluster, run, frozen), run.worker(frozen)["node"]
 
