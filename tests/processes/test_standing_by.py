@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 from crew import Crew
+from stream_trainings import STEPS_PER_EPOCH
 from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _assert_ended, _distance, _engine, _undisturbed
 
 from elastic.checkpoint.storage import CheckpointStore
 
 pytestmark = pytest.mark.processes
+
+STREAMED = "stream_trainings.train"
 
 
 def through(crew: Crew, function: str, config: dict[str, Any], until: tuple[int, int]) -> Run:
@@ -75,3 +78,22 @@ def test_a_generation_that_nobody_has_joined_is_no_standing_by(crew: Crew, tmp_p
     finished = crew.run([0, 1], "agreements.logs", config, checkpoint=store.list()[0].id, **more)
     _assert_ended(finished, "finished", LAST_STEP)
     assert [outcome.told["calls"] for outcome in finished] == [1, 1]
+
+
+def test_a_newcomer_that_has_made_no_step_has_not_stood_by(crew: Crew, tmp_path: Path) -> None:
+    """Another rank is lost in its first step. Of a stream with epochs nobody knows in which of them a step was, so one
+    that has stood by is called again."""
+    config = {"stage": 1, "in_loop": True, "url": str(tmp_path), "victim": 1, "at": 3, "where": "forward"}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "checkpoint_every_steps": 1}
+    _assert_ended(crew.run([0, 1, 2], STREAMED, config, end_at=3, **more), "ended", 3)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    crew.begin([0, 1, 2, 3], STREAMED, config, checkpoint=newest.id, **more)
+    crew.reached(1, "there")
+    crew.replace(1)
+    for number in (0, 2, 3):
+        crew.abort(number, "rank 1 was lost")
+    for number in (0, 2, 3):
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    finished = crew.run([0, 2, 3], STREAMED, config, checkpoint=newest.id, **more)
+    _assert_ended(finished, "finished", 2 * STEPS_PER_EPOCH)
+    assert [outcome.told["calls"] for outcome in finished] == [1, 1, 1]

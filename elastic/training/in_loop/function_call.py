@@ -82,7 +82,7 @@ class FunctionCall:
         self._rates_apart = False
         self._set_up = SetUp()
         self._own = OwnCollectives()
-        # The run's steps up to the last one that its loop has made; others have made more while it stood by.
+        # The run's steps up to where its loop has been; others have made more while it stood by.
         self._made, self._behind = 0, False
         self._calls, self._called_at = 0, 0.0
 
@@ -263,6 +263,8 @@ class FunctionCall:
         was_set_up = self._set_up.is_open
         self._set_up.closed()
         self._judge("its code before the first batch, or between two iterations,")
+        # A function that begins now begins where the run is.
+        self._made = max(self._made, self._current.generation.scope.step)
         if was_set_up:
             self._tell_recording()
 
