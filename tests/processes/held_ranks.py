@@ -80,7 +80,7 @@ def make_engine(case: str) -> Any:
     return engine
 
 
-# --- what there is ---
+# --- what DeepSpeed has allocated ---
 
 # Room of a fixed size, whatever the world, and single numbers.
 _NO_STATE = (
@@ -142,8 +142,8 @@ def not_told(case: str, engine: Any, rank: int, world_size: int) -> int:
     """Bytes that no element accounts for: of whole flats and of the sums of their gradients the ends, of partitions
     that stage 2 adds up as whole tensors the padding, and of parameters that stage 3 has gathered that of their parts.
 
-    Less than nothing where what is told has no memory of its own: what one rank alone has gathered is its part, and
-    with offload no sums are kept of a partition that is padding.
+    Negative where bytes are reported that have no memory of their own: what one rank alone has gathered is its part,
+    and with offload no sums are kept of a partition that is padding.
     """
     (stage, _, zero, _), wrapper = CASES[case], engine.optimizer
     weight = next(engine.module.parameters()).element_size()
@@ -206,7 +206,7 @@ def to_device(case: str, engine: Any) -> None:
             wrapper.optimizer.state[moved] = {key: tensor.to("meta") for key, tensor in kept.items()}
 
 
-# --- what is told ---
+# --- what ranks report ---
 
 # By case, of the first world's first rank.
 _told: dict[str, Any] = {}

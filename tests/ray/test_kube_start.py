@@ -51,6 +51,7 @@ def test_a_run_leaves_a_pod_that_is_told_to_end_without_repeating_a_step(cluster
         run.allow(6)
         run.start()
         run.walk_until(lambda: _nodes_of(run) == {cluster.node("node-0").node_id, node["NodeID"]}, "a worker on each")
+        assert {event["lasting"] for event in run.events("WorkerReady")} == {2, -1}, "the controller's node, and spot"
         told = time.time()
         pod.send_signal(signal.SIGTERM)
         deadline = harness.wait_until(

@@ -101,13 +101,8 @@ def test_cells_lose_nodes_form_anew_and_grow(
         _STILL[key] = Outcome.of(still, tmp_path / "still-weights")
 
     run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine, config)
-    run.allow(7)
-    run.start()
-    run.reach(7)
-    run.wait_snapshot(7)
     # Two cells; of one a node is lost. The other's two ranks continue, or a pair of both; one worker stands by.
-    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
-    run.wait_generation(2)
+    lose_a_node(run)
     assert run.handle.progress()["world_size"] == 2
     run.allow(12)
     run.reach(12)
@@ -132,12 +127,7 @@ def test_a_worker_that_stands_by_over_the_end_of_an_epoch_joins_again(cluster: L
     """One too many for a cell; its loop is in the epoch before, at whose end ranks wait for each other."""
     config = {"stage": 1, "agrees": True}
     run = started(cluster, tmp_path / "moved", "moved", "shared_work:sequences", SEQUENCES, "deepspeed", config)
-    run.allow(7)
-    run.start()
-    run.reach(7)
-    run.wait_snapshot(7)
-    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
-    run.wait_generation(2)
+    lose_a_node(run)
     assert run.handle.progress()["world_size"] == 2
     run.allow(16)
     run.reach(16)
@@ -167,12 +157,7 @@ def test_experts_are_shared_by_as_many_as_each_generation_can(
     still.start().finish()
 
     run = started(cluster, tmp_path / "moved", "moved", *experts)
-    run.allow(7)
-    run.start()
-    run.reach(7)
-    run.wait_snapshot(7)
-    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
-    run.wait_generation(2)
+    lose_a_node(run)
     run.allow(12)
     run.reach(12)
     run.cluster.add_node()
@@ -212,12 +197,7 @@ def test_a_pipeline_has_other_stages_after_a_loss(
     run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine)
     # A run grows only to what it has measured to be faster, or predicts.
     run.config["slower_with_pp"] = {str(stages): 2.0}
-    run.allow(7)
-    run.start()
-    run.reach(7)
-    run.wait_snapshot(7)
-    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
-    run.wait_generation(2)
+    lose_a_node(run)
     assert run.handle.progress()["world_size"] == sp * stages
     run.allow(14)
     run.reach(14)
@@ -231,6 +211,16 @@ def test_a_pipeline_has_other_stages_after_a_loss(
     assert list(run.losses()) == list(still.losses())
     for step, loss in run.losses().items():
         assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
+
+
+def lose_a_node(run: Run) -> None:
+    """After the run's seventh step."""
+    run.allow(7)
+    run.start()
+    run.reach(7)
+    run.wait_snapshot(7)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
 
 
 def started(

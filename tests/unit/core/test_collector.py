@@ -38,11 +38,11 @@ def test_objects_that_are_hidden_do_not_put_off_the_next_full_collection() -> No
     def full() -> int:
         return int(gc.get_stats()[2]["collections"])
 
-    hidden = [[] for _ in range(1_000_000)]  # type: ignore[var-annotated]
+    hidden: list[list[int]] = [[] for _ in range(1_000_000)]
     hide_objects()
     try:
         before = full()
-        later = [[] for _ in range(150_000)]  # type: ignore[var-annotated]
+        later: list[list[int]] = [[] for _ in range(150_000)]
         assert full() > before
     finally:
         gc.unfreeze()

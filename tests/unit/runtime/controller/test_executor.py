@@ -129,7 +129,7 @@ def test_a_worker_imports_while_the_agent_of_its_node_starts(monkeypatch: pytest
 
     asyncio.run(scenario())
     assert called == (["agent", "prepare"] if forked else ["preload", "agent", "prepare"])
-    assert [type(event) for event in events] == [ev.WorkerReady]
+    assert events == [ev.WorkerReady(3, 1, "host")]
 
 
 def test_a_worker_whose_slot_is_released_before_it_exists_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
