@@ -163,6 +163,11 @@ class Mesh:
         first = self.data(rank) * self.per_cell
         return range(first, first + self.per_cell)
 
+    def same_share(self, rank: int, other: int) -> bool:
+        """Do both do the same part of a cell's work: compute with the same layers, experts and parts of sequences?"""
+        mine, others = self.coordinates(rank), self.coordinates(other)
+        return all(mine[axis] == others[axis] for axis in mine if axis != "dp")
+
     @property
     def axes(self) -> Mapping[str, int]:
         return {"dp": self.dp, "sp": self.sp, "tp": self.tp, "ep": self.ep, "pp": self.pp}

@@ -103,6 +103,21 @@ def test_a_place_that_is_another_one_is_told_again(
     assert _distance(still.losses, Run(tmp_path, [begun, grown]).losses) <= 8 * FLOOR
 
 
+def test_another_share_of_a_cell_is_told_again(crew: Crew, tmp_path: Path) -> None:
+    """Rank 2 has other parts of sequences than rank 3, which both were told to be."""
+    config, more = {**CONFIG, "asks": "variable", "url": str(tmp_path)}, {**MORE, "sp": 2}
+    begun = crew.run([0, 1], "sets_up_ahead", config, end_at=2, **more)
+    _assert_ended(begun, "ended", 2)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    for number in (2, 3):
+        crew.replace(number)
+    grown = crew.run(range(4), "sets_up_ahead", {**config, "place": (3, 4)}, checkpoint=newest.id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert [(outcome.told["calls"], outcome.told["rank"]) for outcome in grown[2:]] == [(2, 2), (1, 3)]
+    left = [point for point in crew.members[2].points if point.startswith("left: ")]
+    assert left == ["left: it was told that it would be rank 3 of 4, and is rank 2 of 4"]
+
+
 def test_the_engines_own_initialize_is_answered(crew: Crew, tmp_path: Path, still: Run) -> None:
     outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "native": True, "url": str(tmp_path)}, **MORE)
     _assert_ended(outcomes, "finished", LAST_STEP)

@@ -383,6 +383,11 @@ def evaluates_and_exports(config: dict[str, Any]) -> None:
 
 
 def sets_up_while_held(config: dict[str, Any]) -> None:
+    set_up_while_held(config)
+    train(config)
+
+
+def set_up_while_held(config: dict[str, Any]) -> None:
     """Set-up lasts as long as the test wants: as long as `hold` is in the folder. Where the test wants it asks for its
     place before, comes to a barrier, and agrees on a name."""
     if config.get("asks"):
@@ -397,7 +402,6 @@ def sets_up_while_held(config: dict[str, Any]) -> None:
     while hold.exists() and time.monotonic() < until:
         (hold.parent / "sets up").touch()
         time.sleep(_POLL_S)
-    train(config)
 
 
 def sums_up(config: dict[str, Any]) -> None:

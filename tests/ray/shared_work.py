@@ -28,6 +28,11 @@ def layers(config: dict[str, Any]) -> None:
     _train(config, layered_model.Transformer(0.1), layered_model, config=native)
 
 
+def layers_after_set_up(config: dict[str, Any]) -> None:
+    loops.set_up_while_held(config)
+    layers(config)
+
+
 def both(config: dict[str, Any]) -> None:
     """Sequences and layers."""
     torch.manual_seed(3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_cluster import LocalCluster
-from harness import Run
+from harness import Run, wait_until
 
 import elastic
 from elastic.core.mesh import MeshSettings
@@ -137,6 +137,34 @@ def test_a_worker_that_stands_by_over_the_end_of_an_epoch_joins_again(cluster: L
     run.assert_whole()
     (why,) = run.decisions("function-left")
     assert "stood by while the others came to the end of an epoch" in why
+
+
+def test_workers_of_a_new_cell_set_up_while_the_others_train(cluster: LocalCluster, tmp_path: Path) -> None:
+    """They ask for their places first, come to a barrier and agree on a name, in their set-up."""
+    config = {"asks": True}
+    run = started(cluster, tmp_path / "grown", "grown", "shared_work:layers_after_set_up", LAYERS, "fsdp2", config)
+    hold = run.folder / "hold"
+    lose_a_node(run)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[0]).name)
+    run.wait_generation(3)
+    hold.touch()
+    run.cluster.add_node()
+    run.cluster.add_node()
+
+    def told() -> list[str]:
+        return sorted(path.read_text() for path in run.folder.glob("told-*") if "." not in path.name)
+
+    run.allow(12)
+    everyone = [f"{rank} of 4" for rank in range(4)]
+    wait_until(lambda: told() == sorted([*everyone, "2 of 4", "3 of 4"]), "both to be in their set-up")
+    run.allow(16)
+    run.reach(16)
+    assert run.handle.progress()["generation"] == 3
+    hold.unlink()
+    run.grow_to(4)
+    run.finish()
+    run.assert_whole()
+    assert run.decisions("function-left") == []
 
 
 @pytest.mark.parametrize(

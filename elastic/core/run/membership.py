@@ -17,6 +17,7 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
+from elastic.core.mesh import whole_cells
 from elastic.core.policy.quarantine import avoided
 from elastic.core.run.budgets import hold_back_slots
 from elastic.core.run.phase import GAVE_UP, USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
@@ -340,13 +341,19 @@ def expected_place(state: RunState, worker: int) -> tuple[int, int] | None:
     """(rank, world size) of `worker` in the next generation, if all who have come join in it; of one that stands by,
     if it takes the place of one that is lost.
 
-    None where it is not to be told: nobody trains, it is a member, or ranks share a model, whose places are more than a
-    number. The rank is not 0, which stays with the worker that has it as long as that is there; it may become another
-    one, as ranks go where their state is.
+    None where it is not to be told: nobody trains, it is a member, or too many for whole cells. The rank is not 0,
+    which stays with the worker that has it as long as that is there; it may become another one, as ranks go where their
+    state is.
     """
-    members, cells = state.members, tuple(state.settings.mesh.cells)
-    if not isinstance(state.phase, Training) or worker in members or worker not in state.fleet.workers or cells != (1,):
+    members, mesh = state.members, state.settings.mesh
+    if not isinstance(state.phase, Training) or worker in members or worker not in state.fleet.workers:
         return None
     others = sorted(other for other in state.fleet.workers if other not in members)
-    size = min(len(members) + len(others), state.settings.scaling.max_workers)
-    return (min(len(members) + others.index(worker), size - 1), size) if size > 1 else None
+    size = whole_cells(min(len(members) + len(others), state.settings.scaling.max_workers), *mesh.cells)
+    if mesh.cells == (1,):
+        return (min(len(members) + others.index(worker), size - 1), size) if size > 1 else None
+    # Where cells have ranks of several slots, these follow the slots, and a place is more than a number.
+    slots = [slot for slot in state.fleet.slots if slot not in state.fleet.evicted]
+    in_slots = [each for slot in slots for each in state.fleet.workers.numbers_in(slot)]
+    rank = in_slots.index(worker) if worker in in_slots else 0
+    return (rank, size) if 0 < rank < size else None

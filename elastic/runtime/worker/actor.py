@@ -283,9 +283,11 @@ class WorkerActor:
                 self._left(runner, runner.run(self._function, self._entry.config))
         call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
         kind = engine_kind(settings.engine)
+        # One that shares a model computes nothing by itself.
+        alone = GenerationSpec.alone(settings) if settings.mesh.cells == (1,) else None
         first = Ahead(
             settings.run_id, settings.seed, kind, self._first, self._begins,
-            self._passes, self._rehearsed, self._expected_place, GenerationSpec.alone(settings), self._recording,
+            self._passes, self._rehearsed, self._expected_place, alone, self._recording,
         )  # fmt: skip
         self._left(*call.run(first))
         while True:

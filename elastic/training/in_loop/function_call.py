@@ -218,9 +218,10 @@ class FunctionCall:
         return self._leave_function(why)
 
     def _require_as_told(self, runner: GenerationRunner, told: tuple[int, int] | None) -> None:
-        """Another rank is no other than one that it keeps from here on; rank 0, and the world size, are."""
+        """Another rank is no other than one that it keeps from here on; rank 0, another share of the model, and the
+        world size, are."""
         spec = runner.spec
-        if told is None or (spec.rank != 0 and spec.world_size == told[1]):
+        if told is None or (spec.rank != 0 and spec.world_size == told[1] and spec.mesh.same_share(spec.rank, told[0])):
             return
         why = f"it was told that it would be rank {told[0]} of {told[1]}, and is rank {spec.rank} of {spec.world_size}"
         self._following = runner

@@ -92,6 +92,21 @@ def test_coordinates_and_ranks_are_one_to_one(sp: int, tp: int, pp: int) -> None
             assert others == [{**at, axis: place} for place in range(size)], "apart in that alone, in its order"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "alike"),
+    [
+        (Mesh.of(8), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Mesh.of(8, sp=2), [1, 3, 5, 7]),
+        (Mesh.of(8, tp=2), [1, 3, 5, 7]),
+        (Mesh.of(8, ep=4), [1, 5]),
+        (Mesh.of(8, tp=2, pp=2), [1, 5]),
+        (Mesh.of(8, ep=2, pp=2), [1, 5]),
+    ],
+)
+def test_ranks_that_do_the_same_share_of_a_cell(mesh: Mesh, alike: list[int]) -> None:
+    assert [rank for rank in range(8) if mesh.same_share(rank, 1)] == alike
+
+
 def test_without_a_mesh_each_rank_is_a_cell() -> None:
     mesh = Mesh.of(5)
     assert [list(mesh.cell(rank)) for rank in range(5)] == [[rank] for rank in range(5)]

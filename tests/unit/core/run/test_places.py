@@ -42,7 +42,16 @@ def test_one_that_stands_by_takes_a_place_that_is_left() -> None:
     assert told == [(2, 3), (1, 2), None]
 
 
-def test_places_in_cells_are_not_told() -> None:
-    s = Scenario(2, 4, cell=2).started(2)
-    s.do(*(ev.SlotPlaced(slot.id, "c") for slot in list(s.state.fleet.slots.values()) if slot.node is None))
-    assert [expected_place(s.state, worker) for worker in _newcomers(s)] == [None, None]
+def test_places_in_cells_follow_the_slots() -> None:
+    s = Scenario(2, 6, cell=2).started(2)
+    free = iter(sorted(slot.id for slot in s.state.fleet.slots.values() if slot.node is None))
+    s.do(ev.SlotPlaced(next(free), "c"))
+    assert [expected_place(s.state, worker) for worker in _newcomers(s)] == [None], "no whole cell"
+    s.do(ev.SlotPlaced(next(free), "d"))
+    assert [expected_place(s.state, worker) for worker in _newcomers(s)] == [(2, 4), (3, 4)]
+
+
+def test_a_new_process_in_an_old_slot_of_a_cell_has_a_place_in_the_middle() -> None:
+    s = Scenario(2, 4, cell=2).started(4).do(ev.WorkerDied(1, "killed")).left(3).train()
+    assert s.state.members == (0, 2), "a whole cell"
+    assert [expected_place(s.state, worker) for worker in _newcomers(s)] == [(3, 4), (1, 4)]
