@@ -134,6 +134,14 @@ class ProcessGroup:
         self._of_script = self._of_script or axis in self._along
         return self.along(axis)
 
+    def know(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """These are made anew in each generation, and are not the script's to lose."""
+        self._known.update(groups)
+
+    def taken(self) -> None:
+        """The script keeps what ends with the generation."""
+        self._of_script = True
+
     def before_engine(self) -> None:
         """The engine is about to make its groups: those that appeared since `join` are the script's."""
         self._of_script = self.has_groups_of_script

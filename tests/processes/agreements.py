@@ -8,6 +8,7 @@ from typing import Any
 import crew
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from trainings import build, one_pass
 
 import elastic
@@ -63,3 +64,33 @@ def logs(config: dict[str, Any]) -> None:
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
                 crew.told["logged"] = crew.told.get("logged", 0) + 1
+
+
+def has_a_group(config: dict[str, Any]) -> None:
+    """Of all ranks, over which it agrees on a name in its set-up and adds up in its loop; with "meshes" a DeviceMesh is
+    made of it; with "another" the set-up makes one with another description."""
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    group = dist.new_group(backend="gloo", group_desc=config.get("another", "metrics"))
+    crew.told["size"] = dist.get_world_size(group)
+    names = [f"of generation {config['attempt']}"]
+    dist.broadcast_object_list(names, src=0, group=group)
+    crew.told["name"] = names[0]
+    if config.get("meshes"):
+        DeviceMesh.from_group(group, "cpu")
+    crew.point("set up")
+    engine, loader = build(config)
+    summed = crew.told["summed"] = {}
+    for _ in elastic.epochs():
+        for batch in loader:
+            over = engine.is_gradient_accumulation_boundary()
+            step = elastic.get_context().step
+            one_pass(engine, batch)
+            if (step, elastic.get_context().rank) == (config.get("at"), config.get("victim")):
+                # The others are in a sum over the group.
+                crew.point("there")
+                crew.stay()
+            if over:
+                count = torch.ones(1)
+                dist.all_reduce(count, group=group)
+                ranks = dist.get_process_group_ranks(group)
+                summed[step + 1] = (int(count), dist.get_rank(group), ranks, dist.get_backend(group))

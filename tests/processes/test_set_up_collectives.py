@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,77 @@ def test_a_loop_that_joins_in_by_a_counter_of_its_own_begins_with_all_others(
     _assert_ended(grown, "finished", LAST_STEP)
     assert told(grown, "calls") == ([1, 1, 1] if by_step else [2, 2, 1])
     assert _distance(still.losses, Run(tmp_path / "moved", [begun, fewer, grown]).losses) <= 8 * FLOOR
+
+
+GROUP = "agreements.has_a_group"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_group_of_all_ranks_is_that_of_every_generation(crew: Crew, tmp_path: Path, still: Run, known: bool) -> None:
+    """Seen: a group of gloo beside the world's, as many scripts make it, called all functions again at every change."""
+    asks = config(tmp_path)
+    begun = crew.run([0, 1, 2], GROUP, asks, end_at=2, **MORE)
+    fewer = crew.run([2, 0], GROUP, asks, end_at=4, checkpoint=newest(tmp_path), **MORE)
+    crew.replace(1)
+    recording = begun[0].told["recording"] if known else b""
+    joins = {**asks, "place": (2, 3), "attempt": "later", "recording": recording}
+    grown = crew.run([0, 2, 1], GROUP, joins, checkpoint=newest(tmp_path), **MORE)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert told(grown, "calls") == [1, 1, 1]
+    assert told(grown, "name") == ["of generation first"] * 3
+    # By step: how many they are, which one this is, and torch's word for them.
+    three, two = [0, 1, 2], [0, 1]
+    assert grown[0].told["summed"] == {
+        **{step: (3, 0, three, "gloo") for step in (1, 2)},
+        **{step: (2, 1, two, "gloo") for step in (3, 4)},
+        **{step: (3, 0, three, "gloo") for step in range(5, LAST_STEP + 1)},
+    }
+    assert grown[2].told["summed"] == {step: (3, 2, three, "gloo") for step in range(5, LAST_STEP + 1)}
+    points = crew.members[1].points
+    assert (points.index("set up") < points.index("waits")) is known
+    assert _distance(still.losses, Run(tmp_path, [begun, fewer, grown]).losses) <= 8 * FLOOR
+
+
+def test_survivors_of_a_sum_over_a_group_of_their_own_stay(crew: Crew, tmp_path: Path, still: Run) -> None:
+    lost = config(tmp_path, at=3, victim=1)
+    crew.begin([0, 1, 2], GROUP, lost, checkpoint_every_steps=1, **MORE)
+    crew.reached(1, "there")
+    crew.reached(0, "committed step 3")
+    crew.members[1].signal(signal.SIGKILL)
+    crew.members[1].process.join()
+    for number in (0, 2):
+        crew.abort(number, "rank 1 was lost")
+    ended = [crew.outcome(number) for number in (0, 2)]
+    assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
+    crew.replace(1)
+    moved = crew.run([2, 0], GROUP, config(tmp_path), checkpoint=newest(tmp_path), **MORE)
+    _assert_ended(moved, "finished", LAST_STEP)
+    assert told(moved, "calls") == [1, 1]
+    assert [outcome.told["summed"][4][:2] for outcome in moved] == [(2, 0), (2, 1)]
+    losses = Run(tmp_path, [moved]).losses
+    assert _distance({step: still.losses[step] for step in losses}, losses) <= 8 * FLOOR
+
+
+def test_a_group_that_a_mesh_is_made_of_ends_with_its_generation(crew: Crew, tmp_path: Path, still: Run) -> None:
+    """How many ranks there are is in the mesh for good."""
+    asks = config(tmp_path, meshes=True)
+    begun = crew.run([0, 1, 2], GROUP, asks, end_at=2, **MORE)
+    for number in (0, 1):
+        (left,) = [point for point in crew.members[number].points if point.startswith("left: ")]
+        assert left == "left: it has made or taken process groups, which end with their generation"
+    moved = crew.run([0, 1], GROUP, asks, checkpoint=newest(tmp_path), **MORE)
+    _assert_ended(moved, "finished", LAST_STEP)
+    assert told(moved, "size") == [2, 2]
+    assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
+
+
+def test_another_group_than_that_of_the_others_is_made_by_all_together(crew: Crew, tmp_path: Path) -> None:
+    asks = config(tmp_path)
+    begun = crew.run([0, 1], GROUP, asks, end_at=2, **MORE)
+    crew.replace(2)
+    joins = {**asks, "place": (2, 3), "another": "for an evaluation", "recording": begun[0].told["recording"]}
+    grown = crew.run([0, 1, 2], GROUP, joins, checkpoint=newest(tmp_path), **MORE)
+    _assert_ended(grown, "finished", LAST_STEP)
+    # The third had been given nothing before it came to it.
+    assert told(grown, "calls") == [2, 2, 1]
+    assert told(grown, "size") == [3, 3, 3]

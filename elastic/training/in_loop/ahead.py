@@ -32,6 +32,7 @@ from elastic.training import context
 from elastic.training.generation import public_initialize
 from elastic.training.in_loop.alone import engine_alone
 from elastic.training.in_loop.assembly import Given
+from elastic.training.in_loop.group_of_all import GroupOfAll
 from elastic.training.in_loop.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
@@ -293,7 +294,8 @@ def _answering(original: Callable[..., int], number: int) -> Callable[..., int]:
     def answer(group: Any = None) -> int:
         if number == 0:
             _note()
-        if group is None and _gate is not None and (place := _gate.tell()) is not None:
+        of_all = group is None or isinstance(group, GroupOfAll)
+        if of_all and _gate is not None and (place := _gate.tell()) is not None:
             return place[number]
         with unheard():
             return original(group)

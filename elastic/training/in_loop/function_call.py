@@ -105,6 +105,7 @@ class FunctionCall:
             # What they hold is the engine's.
             self._given = self._handles = self._held = None
             self._asked = False
+            self._set_up.left()
             if self._following is not None:
                 context.uninstall(self._current.generation)
                 cleanup.collect(None)
@@ -205,6 +206,7 @@ class FunctionCall:
                 self.on_its_own()
                 return
             runner.announce(result)
+            self._set_up.left()
             runner.leave(result)
             if not runner.clean:
                 self._unclean = result
@@ -300,6 +302,7 @@ class FunctionCall:
             cleanup.forget(error)
             runner.announce(result)
             self._hold(result)
+            self._set_up.left()
             runner.leave(result, stays=True)
             if not runner.clean:
                 self._unclean = result

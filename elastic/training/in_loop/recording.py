@@ -10,8 +10,9 @@ import inspect
 import json
 import pickle
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,14 @@ _FILLED = {
 }
 
 
+# Gives a group, which is made anew in every generation.
+_NEW_GROUP = "new_group"
+_OPTIONS = ("backend", "timeout", "group_desc")
+
+
 def recordable() -> dict[str, Callable[..., Any]]:
     """Those of torch.distributed whose results are kept, by name: as they are now."""
-    return {name: getattr(dist, name) for name in _FILLED if hasattr(dist, name)}
+    return {name: getattr(dist, name) for name in (*_FILLED, _NEW_GROUP) if hasattr(dist, name)}
 
 
 class Collective(NamedTuple):
@@ -54,6 +60,8 @@ class Collective(NamedTuple):
             return None
         bound.apply_defaults()
         given = bound.arguments
+        if name == _NEW_GROUP:
+            return cls._of_all(given)
         if given.get("async_op"):
             return None
         argument, by_world_size = _FILLED[name]
@@ -63,13 +71,31 @@ class Collective(NamedTuple):
         said = [name, len(filled) if objects else _shapes(filled), str(given.get("op", "")), root or 0]
         return cls(said, filled, by_world_size, given.get("group"))
 
+    @classmethod
+    def _of_all(cls, given: Mapping[str, Any]) -> Collective | None:
+        """Without ranks: a list of all that there are is maybe one of several, where they are more."""
+        of_others = ("ranks", "pg_options", "device_id", "use_local_synchronization")
+        if any(given.get(argument) for argument in of_others) or given.get("ranks") is not None:
+            return None
+        timeout = given.get("timeout")
+        options = [given.get("backend"), timeout and timeout.total_seconds(), given.get("group_desc")]
+        return cls([_NEW_GROUP, *(None if each is None else str(each) for each in options)], None, False, None)
+
+    @property
+    def makes_group(self) -> bool:
+        return bool(self.said[0] == _NEW_GROUP)
+
     def results(self) -> list[bytes]:
         """Now: the function may change them later. Objects are pickled, as torch has done to send them."""
+        if self.makes_group:
+            return []
         if self._of_tensors:
             return [_raw(each) for each in self._tensors]
         return [pickle.dumps(list(self.filled))]
 
     def give(self, results: Sequence[bytes]) -> None:
+        if self.makes_group:
+            return
         if self._of_tensors:
             with torch.no_grad():
                 for into, raw in zip(self._tensors, results, strict=True):
@@ -146,6 +172,16 @@ class Recording:
 
     def _of_another_size(self, said: Sequence[Any], world_size: int) -> str:
         return f"{said[0]} in its set-up was among {self.world_size} ranks, and there are {world_size} from here on"
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The arguments of `torch.distributed.new_group` for each one that was made, in this order."""
+        found = []
+        for said, _, _ in self.made:
+            if said[0] == _NEW_GROUP:
+                backend, timeout, description = said[1:]
+                limit = None if timeout is None else timedelta(seconds=float(timeout))
+                found.append(dict(zip(_OPTIONS, (backend, limit, description), strict=True)))
+        return found
 
     def packed(self) -> bytes:
         made = [[said, by_size, [b64encode(one).decode() for one in results]] for said, by_size, results in self.made]

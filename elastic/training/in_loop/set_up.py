@@ -21,6 +21,7 @@ from elastic.comm.process_group import ProcessGroup
 from elastic.comm.rendezvous import await_all
 from elastic.core.errors import CollectiveFailed
 from elastic.training.in_loop import ahead
+from elastic.training.in_loop.group_of_all import GroupOfAll
 from elastic.training.in_loop.recording import Collective, Recording, recordable
 
 # What one rank adds to the count of those that have joined: itself; that its function is called in this generation, or
@@ -43,6 +44,9 @@ class SetUp:
         self._group: ProcessGroup | None = None
         # Has the function passed a barrier ahead of its generation? How many ranks meet at one, how often this one has.
         self._passed, self._meeting, self._met = False, 0, 0
+        # Groups that this call of the function has made, or was given; what is behind them in this generation.
+        self._groups: list[GroupOfAll] = []
+        self._behind: list[Any] = []
         # Do all ranks make the other collectives? How many the function was given instead; why not the next one.
         self._all, self._given, self._unmatched = False, 0, ""
         self._within = False
@@ -50,7 +54,7 @@ class SetUp:
     def begins(self) -> None:
         global _current
         _current = self
-        self._thread, self._passed, self._given = threading.get_ident(), False, 0
+        self._thread, self._passed, self._given, self._groups = threading.get_ident(), False, 0, []
         self.reopened()
 
     def rank_asked(self) -> None:
@@ -78,12 +82,13 @@ class SetUp:
         count = int(store.get(self._key("all")))
         differ = count % _MEETS // _CALLED or store.check([self._key("behind")])
         together = self._said("together") or (self._said("apart") if differ else "")
-        self._all = bool(together) or count // _MAKES == size
+        self._behind, self._all = [], bool(together) or count // _MAKES == size
         self._meeting = size if together else count % _MAKES // _MEETS * meets
         if self._all:
             self.recording, self._unmatched = Recording(group.spec.generation, size), ""
         else:
             self._share(none_stays=count % _MEETS // _CALLED == size, called=called)
+            self._make_groups()
         return "" if meets and makes else together
 
     def _said(self, name: str) -> str:
@@ -98,7 +103,7 @@ class SetUp:
         store: Any = self._group.store  # whose stubs know no bytes
         if may and store.add(self._key("recorded/by"), 1) == 1:
             store.set(self._key("recorded"), self.recording.packed())
-        if called and self._given:
+        if called:
             self._take_shared()
 
     def _take_shared(self) -> None:
@@ -107,6 +112,35 @@ class SetUp:
         if self._given and found.generation != self.recording.generation:
             self._refuse("it was given what its collectives had given before the others did their set-up again")
         self.recording = found
+
+    def _make_groups(self) -> None:
+        """Those of the recording, of all ranks. Collective."""
+        assert self._group is not None
+        make = _functions()["new_group"][0]
+        self._behind = [make(**options) for options in self.recording.groups()]
+        self._group.know(self._behind)
+        for group, behind in zip(self._groups, self._behind, strict=False):
+            group.behind = behind
+
+    def _handed(self, call: Collective, result: Any = None) -> Any:
+        """What the function gets of a collective: of one that makes a group, its own object for it."""
+        if not call.makes_group:
+            return result
+        group = GroupOfAll(ahead.join, self._taken)
+        if len(self._groups) < len(self._behind):
+            group.behind = self._behind[len(self._groups)]
+        self._groups.append(group)
+        return group
+
+    def _taken(self) -> None:
+        if self._group is not None:
+            self._group.taken()
+
+    def left(self) -> None:
+        """The generation is about to be: connections of groups are closed when nothing refers to these any more."""
+        self._behind = []
+        for group in self._groups:
+            group.behind = None
 
     def closed(self) -> None:
         self.is_open = False
@@ -121,7 +155,8 @@ class SetUp:
     def owns(self, group: Any) -> bool:
         """Is it a call of the set-up's own, among all ranks?"""
         mine = self.is_open and not self._within and threading.get_ident() == self._thread
-        return mine and (group is None or group is dist.distributed_c10d._world.default_pg)
+        of_all = group is None or isinstance(group, GroupOfAll) or group is dist.distributed_c10d._world.default_pg
+        return mine and of_all
 
     def passes(self) -> bool:
         """The barrier is passed, maybe after a while. False: it is torch's own."""
@@ -136,19 +171,17 @@ class SetUp:
         return True
 
     def makes(self, call: Collective, original: Callable[[], Any]) -> Any:
-        """The collective, of all ranks together; or what it gave, and None."""
+        """The collective, of all ranks together; or what it gave, and a group or None."""
         if ahead.may_pass():
             if self._is_given_ahead(call):
-                return None
+                return self._handed(call)
             ahead.join()
         if self._group is None:
             return original()
         if self._all:
             return self._recorded(call, original)
-        if not self._given:
-            self._take_shared()
         self._give(call)
-        return self._refuse(self._unmatched) if self._unmatched else None
+        return self._refuse(self._unmatched) if self._unmatched else self._handed(call)
 
     def _is_given_ahead(self, call: Collective) -> bool:
         if not self._given:
@@ -175,9 +208,13 @@ class SetUp:
                 result = original()
         finally:
             self._within = False
-        if self.recording.take(call):
-            self.recorded += self._group.collectives() - before
-        return result
+        if not self.recording.take(call):
+            return result
+        self.recorded += self._group.collectives() - before
+        if call.makes_group:
+            self._behind.append(result)
+            self._group.know([result])
+        return self._handed(call, result)
 
     def _refuse(self, why: str) -> None:
         """In the next generation all are called again: see `joined`."""
