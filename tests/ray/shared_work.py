@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import layered_model
@@ -29,6 +30,9 @@ def layers(config: dict[str, Any]) -> None:
 
 
 def layers_after_set_up(config: dict[str, Any]) -> None:
+    """The set-up asks for its place in the mesh, too."""
+    here = elastic.get_context()
+    assert here.coordinates["tp"] == int(os.environ["RANK"]) % here.mesh["tp"]
     loops.set_up_while_held(config)
     layers(config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,19 @@ import torch
 import torch.distributed as dist
 
 import elastic
+from elastic.core.mesh import Mesh, MeshSettings
 from elastic.runtime.worker.ray_train_face import ContextFace
 from elastic.training.in_loop.ahead import Ahead, listen, until_needed
 from elastic.training.in_loop.set_up import SetUp
 
 
-def _ahead(places: list[tuple[int, int] | None], begins: list[bool]) -> Ahead:
+def _ahead(
+    places: list[tuple[int, int] | None], begins: list[bool], mesh: Callable[[int], Mesh] | None = None
+) -> Ahead:
     device = torch.device("cpu")
     kind: Any = SimpleNamespace(name="deepspeed", answer_user_calls=lambda *_: None, device=lambda _: ("gloo", device))
     first: Any = None
-    return Ahead("run", 1, kind, first, begins=lambda _: begins.pop(0), place=lambda: places.pop(0))
+    return Ahead("run", 1, kind, first, begins=lambda _: begins.pop(0), place=lambda: places.pop(0), mesh=mesh)
 
 
 class Joined(Exception):
@@ -62,7 +66,7 @@ def test_one_whose_generation_begins_first_is_told_by_that() -> None:
 
 
 def test_what_a_context_can_say_it_says() -> None:
-    """The step, the generation and the mesh are those of its generation."""
+    """The step and the generation are those of its generation."""
     asked: list[int] = []
     listen(lambda: asked.append(1))
     with until_needed(_ahead([(3, 4)], []), _join):
@@ -79,6 +83,24 @@ def test_what_a_context_can_say_it_says() -> None:
             here.resumed  # noqa: B018
         assert told.value.args == ((3, 4),)
     listen(None)
+
+
+def test_the_mesh_follows_from_the_place() -> None:
+    mesh = MeshSettings(tp=2, pp=2).mesh
+    with until_needed(_ahead([(6, 8)], [], mesh), _join):
+        here = elastic.get_context()
+        assert here.mesh == {"dp": 2, "sp": 1, "tp": 2, "ep": 1, "pp": 2}
+        assert here.coordinates == {"dp": 1, "sp": 0, "tp": 0, "ep": 0, "pp": 1}
+        with pytest.raises(Joined) as told:
+            here.epoch  # noqa: B018
+        assert told.value.args == ((6, 8),), "the place was told with it"
+
+
+@pytest.mark.parametrize("asked", ["mesh", "coordinates"])
+def test_a_mesh_that_may_change_is_waited_for(asked: str) -> None:
+    with until_needed(_ahead([(6, 8)], []), _join), pytest.raises(Joined) as told:
+        getattr(elastic.get_context(), asked)
+    assert told.value.args == (None,)
 
 
 def test_in_a_generation_the_rank_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

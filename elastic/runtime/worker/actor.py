@@ -285,9 +285,10 @@ class WorkerActor:
         kind = engine_kind(settings.engine)
         # One that shares a model computes nothing by itself.
         alone = GenerationSpec.alone(settings) if settings.mesh.cells == (1,) else None
+        mesh = None if settings.mesh.choices else settings.mesh.mesh
         first = Ahead(
             settings.run_id, settings.seed, kind, self._first, self._begins,
-            self._passes, self._rehearsed, self._expected_place, alone, self._recording,
+            self._passes, self._rehearsed, self._expected_place, alone, self._recording, mesh,
         )  # fmt: skip
         self._left(*call.run(first))
         while True:

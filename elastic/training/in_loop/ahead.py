@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
+from elastic.core.mesh import Mesh
 from elastic.engines import foreign_loops
 from elastic.engines.base import EngineKind
 from elastic.training import context
@@ -62,9 +63,10 @@ class Ahead:
     """`first` returns this process's first generation; it may be waited for long, and the rehearsal is called every now
     and then until it is over. `begins(seconds)`: is it there, now or after so long? `passes` are those that others make
     (`in_loop.passes`), as far as they have told; `rehearsed` is given what came of making them here. `place`: the rank,
-    never 0, and the world size that the function may be told before; None: nothing is known yet. `alone`: of a worker
-    that trains by itself, for passes of an engine. `recording`: of the others' set-up (`in_loop.recording`), packed;
-    empty where all ranks do theirs together, None where nobody has told it yet."""
+    never 0, and the world size that the function may be told before; None: nothing is known yet. `mesh` is that of so
+    many workers; None: it is decided when they are there. `alone`: of a worker that trains by itself, for passes of an
+    engine. `recording`: of the others' set-up (`in_loop.recording`), packed; empty where all ranks do theirs together,
+    None where nobody has told it yet."""
 
     run_id: str
     seed: int
@@ -76,6 +78,7 @@ class Ahead:
     place: Callable[[], tuple[int, int] | None] = lambda: None
     alone: GenerationSpec | None = None
     recording: Callable[[], bytes | None] = lambda: b""
+    mesh: Callable[[int], Mesh] | None = None
 
     def awaited(self, given: Given | None) -> GenerationRunner:
         """The first generation. `given` to `elastic.initialize`, where that is what waits for it."""
@@ -123,13 +126,25 @@ class _Gate:
     def early(self) -> dict[str, Callable[[], Any]]:
         """What of `elastic.get_context()` is known."""
         ahead = self._ahead
-        return {
+        known: dict[str, Callable[[], Any]] = {
             "rank": lambda: dist.get_rank(),
             "world_size": lambda: dist.get_world_size(),
             "run_id": lambda: ahead.run_id,
             "local_rank": lambda: _LOCAL_RANK,
             "device": lambda: ahead.kind.device(_LOCAL_RANK)[1],
         }
+        if ahead.mesh is not None and (place := self._place) is not None:
+            mesh = ahead.mesh(place[1])
+            known |= {
+                "mesh": lambda: self._tells(mesh.axes),
+                "coordinates": lambda: self._tells(mesh.coordinates(place[0])),
+            }
+        return known
+
+    def _tells(self, what: Mapping[str, int]) -> Mapping[str, int]:
+        """It follows from the place, which is told with it."""
+        self.tell()
+        return what
 
     def alone(self) -> GenerationSpec | None:
         return self._ahead.alone
