@@ -91,13 +91,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         raise UsageError("Trainer.hyperparameter_search is not supported inside of a run; start one run per trial")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers' own, on rank 0. Raises UsageError under ZeRO stage 3, where no rank has the weights."""
+        """As transformers' own. Under ZeRO stage 3 all ranks call it, and the weights go through rank 0's memory in the
+        type that the model computes in."""
         engine = self.model_wrapped
-        if isinstance(engine, ElasticEngine) and engine.zero_optimization_stage() == 3:
-            raise UsageError(
-                "Trainer.save_model under ZeRO stage 3: use `elastic export RUN --to hf DIR` after the run"
-            )
-        super().save_model(output_dir, _internal_call)
+        if not isinstance(engine, ElasticEngine) or engine.zero_optimization_stage() != 3:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = engine._zero3_consolidated_16bit_state_dict()
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=weights)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

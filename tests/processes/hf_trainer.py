@@ -82,6 +82,10 @@ def trains(config: dict[str, Any]) -> None:
     crew.point("set up")
     before = graphs()
     trainer.train()
+    if config.get("saves"):
+        # As transformers' examples end, on all ranks.
+        trainer.save_model()
+        trainer.save_state()
     crew.told["graphs"] = graphs() - before
     crew.told.update(
         log=trainer.state.log_history, steps=trainer.state.global_step, counted=(counting.steps, counting.evaluations),
