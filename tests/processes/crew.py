@@ -290,7 +290,7 @@ class Training:
                 return None if servers is None else (servers[spec.nodes[spec.rank]], TOKEN)
 
             def passes(self, described: Any) -> None:
-                told["passes"] = described
+                told["model passes"] = described
 
             def recorded(self, recording: Any) -> None:
                 told["recording"] = recording

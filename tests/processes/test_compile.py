@@ -68,7 +68,7 @@ def test_a_worker_that_joins_has_compiled_before(crew: Crew, tmp_path: Path, con
         url = tmp_path / name
         begun = through(crew, url, ahead, [((0, 1), 3)])
         if "passes" in newcomer:
-            newcomer["passes"] = begun.outcomes[0].told["passes"]
+            newcomer["passes"] = begun.outcomes[0].told["model passes"]
         parts.append(through(crew, url, newcomer, [((0, 1, 2), None)]))
         told = parts[-1].outcomes[-1].told
         assert min(told["graphs"].values()) > 0

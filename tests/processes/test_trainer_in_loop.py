@@ -124,9 +124,9 @@ def test_a_worker_that_joins_has_compiled_before(crew: Crew, tmp_path: Path, sta
     _assert_ended(plain, "finished", plain[0].result.step)
     config = {**config, "compiled": True, "url": str(tmp_path / "compiled")}
     begun = crew.run([0], TRAINS, config, end_at=AT, **more)
-    assert begun[0].told["passes"]
+    assert begun[0].told["model passes"]
     crew.replace(1)
-    joins = {**config, "place": (1, 2), "passes": begun[0].told["passes"]}
+    joins = {**config, "place": (1, 2), "passes": begun[0].told["model passes"]}
     store = CheckpointStore(str(tmp_path / "compiled"), "run")
     grown = crew.run([0, 1], TRAINS, joins, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", plain[0].result.step)
