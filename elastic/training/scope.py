@@ -42,6 +42,8 @@ class GenerationScope:
     # How many collectives this rank has begun in this generation; and how many of them within `translating`.
     collectives: Callable[[], int] = lambda: 0
     translated: int = 0
+    # Of the script's, when its loop was given its batch; None before the first.
+    before_batch: int | None = None
     _translates: bool = False
     _ended: str | None = None
     _moved: float = 0.0
@@ -127,3 +129,6 @@ class GenerationScope:
     def of_script(self) -> int:
         """Collectives that this rank has begun, but for those of the platform and of the engine: differences count."""
         return self.collectives() - self.translated
+
+    def of_script_in_batch(self) -> int:
+        return 0 if self.before_batch is None else self.of_script() - self.before_batch

@@ -51,16 +51,20 @@ def agrees(config: dict[str, Any]) -> None:
 
 
 def logs(config: dict[str, Any]) -> None:
-    """A mean loss now and then, by a counter of the script's own; with "by_step" by the run's."""
+    """A mean loss now and then, by a counter of the script's own; with "by_step" by the run's. In each `every` steps it
+    is the one of this number (`at`)."""
     crew.told["calls"] = crew.told.get("calls", 0) + 1
+    if config.get("asks_rank"):
+        crew.told["rank"] = dist.get_rank()
     engine, loader = build(config)
+    every, at = config.get("every", 3), config.get("at", 1)
     count = 0
     for _ in elastic.epochs():
         for batch in loader:
             over = engine.is_gradient_accumulation_boundary()
             loss = one_pass(engine, batch)
             count += over
-            if over and (elastic.get_context().step if config.get("by_step") else count) % 3 == 1:
+            if over and (elastic.get_context().step if config.get("by_step") else count) % every == at:
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
                 crew.told["logged"] = crew.told.get("logged", 0) + 1

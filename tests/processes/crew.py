@@ -294,6 +294,8 @@ class Training:
 
             def recorded(self, recording: Any) -> None:
                 told["recording"] = recording
+                if config.get("places"):
+                    _recording_of(config).write_bytes(recording)
 
             def committed(self, manifest: Any) -> None:
                 point(f"committed step {manifest.step}")
@@ -328,10 +330,13 @@ class Training:
         indices.clear()
         function = _named(fn)
         if config.get("in_loop"):
-            if self._call is None or self._called != (fn, config):
+            new = self._call is None or self._called != (fn, config)
+            if new:
                 self._call = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
                 self._called = (fn, config)
-            runner, result = self._call.run(_ahead(runner, config) if config.get("ahead") else runner)
+            # A worker calls it ahead of its first generation alone.
+            ahead = config.get("ahead") and (new or not config.get("places"))
+            runner, result = self._call.run(_ahead(runner, config) if ahead else runner)
         else:
             result = runner.run(function, config)
         self._left(runner, result)
@@ -384,7 +389,18 @@ def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
 
     spec = runner.spec
     kind, passes = engine_kind(spec.engine), config.get("passes", ())
-    place = config.get("place")
+    place = config.get("places", {}).get((spec.generation, spec.rank), config.get("place"))
     return Ahead(spec.run_id, spec.seed, kind, first, passes=lambda: passes, rehearsed=point, place=lambda: place,
         alone=replace(spec, generation=1, rank=0, world_size=1, checkpoint=None),
-        recording=lambda: config.get("recording", b""))  # fmt: skip
+        recording=lambda: _told_recording(config))  # fmt: skip
+
+
+def _recording_of(config: Mapping[str, Any]) -> Path:
+    """Where a controller keeps it."""
+    return Path(config["url"], "recording")
+
+
+def _told_recording(config: Mapping[str, Any]) -> bytes | None:
+    if not config.get("places"):
+        return bytes(config.get("recording", b""))
+    return _recording_of(config).read_bytes() if _recording_of(config).exists() else None

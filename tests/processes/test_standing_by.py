@@ -97,3 +97,41 @@ def test_a_newcomer_that_has_made_no_step_has_not_stood_by(crew: Crew, tmp_path:
     finished = crew.run([0, 2, 3], STREAMED, config, checkpoint=newest.id, **more)
     _assert_ended(finished, "finished", 2 * STEPS_PER_EPOCH)
     assert [outcome.told["calls"] for outcome in finished] == [1, 1, 1]
+
+
+def test_a_function_that_began_while_others_stood_by_has_their_results(crew: Crew, tmp_path: Path) -> None:
+    """Alone it is rank 0, whose function is called again, and nobody of those that come back has what it agrees on
+    then. Seen: two names of one run; and where a counter decides on collectives, all stood still."""
+    config = {
+        "stage": 1, "in_loop": True, "url": str(tmp_path), "asks_rank": True, "attempt": "first", "dropout": 0.1,
+    }  # fmt: skip
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
+    store = CheckpointStore(str(tmp_path), "run")
+    crew.run([0, 1, 2], "agreements.agrees", config, end_at=2, **more)
+    crew.run([2], "agreements.agrees", config, end_at=2, checkpoint=store.list()[0].id, **more)
+    crew.begin([2, 0, 1], "agreements.agrees", config, checkpoint=store.list()[0].id, **more)
+    finished = [crew.outcome(number) for number in (2, 0, 1)]
+    _assert_ended(finished, "finished", LAST_STEP)
+    assert len({outcome.told["name"] for outcome in finished}) == 1
+    assert [outcome.told["calls"] for outcome in finished] == [3, 2, 2]
+    assert all("while others stood by" in lines[-1] for lines in left(crew))
+
+
+def test_a_counter_is_found_out_where_it_has_left_a_worker_behind(crew: Crew, tmp_path: Path) -> None:
+    """So far no step had a collective of the loop's own: the function of one that joined began with a counter of its
+    own, and the others come to the first one alone. What is noticed, and ended, is that nobody goes on."""
+    config = {"stage": 1, "in_loop": True, "url": str(tmp_path), "every": 4, "at": 0, "dropout": 0.1}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1}
+    store = CheckpointStore(str(tmp_path), "run")
+    crew.run([0, 1], "agreements.logs", config, end_at=2, **more)
+    crew.begin([0, 1, 2], "agreements.logs", config, checkpoint=store.list()[0].id, **more)
+    crew.reached(0, "committed step 3")
+    for number in (0, 1, 2):
+        crew.in_collective(number)
+    for number in (0, 1, 2):
+        crew.abort(number, "nobody has come further")
+    assert {crew.outcome(number).result.kind for number in (0, 1, 2)} <= {"ended", "collective_failed"}
+    assert store.list()[0].step == 3
+    finished = crew.run([0, 1, 2], "agreements.logs", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(finished, "finished", LAST_STEP)
+    assert [outcome.told["logged"] for outcome in finished] == [1, 1, 1], "in the fifth step since all began together"

@@ -113,8 +113,7 @@ def test_a_run_through_killed_and_added_nodes_is_the_undisturbed_run(
 def _assert_incidents_are_told(run: Run, lost: list[str], source: str) -> None:
     incidents = run.incidents()
     wanted = [[lost[0]], [lost[1]], *([[]] * (len(incidents) - 2))]
-    print(*incidents, sep="\n")
-    assert [incident["lost_nodes"] for incident in incidents] == wanted
+    assert [incident["lost_nodes"] for incident in incidents] == wanted, "\n".join(map(str, incidents))
     assert [incident["kind"] for incident in incidents[:2]] == ["node-lost", "node-lost"]
     assert {incident["kind"] for incident in incidents[2:]} == {"resize"}
     assert [incident["world_size"] for incident in incidents[:3]] == [4, 3, 2]

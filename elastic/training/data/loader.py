@@ -182,10 +182,12 @@ class ElasticLoader:
         try:
             while self._staying(lambda: self._steps.advance(epoch)):
                 self._empty_in_a_row, self._left_early = 0, True
-                batch, before, last = self._next_batch(), self._scope.of_script(), self._on_last_batch
+                batch, last = self._next_batch(), self._on_last_batch
+                self._scope.before_batch = self._scope.of_script()
                 yield batch
                 if self._in_loop is not None and not self._scope.broken:
-                    self._in_loop.batch_over(self._scope.of_script() - before, last)
+                    self._in_loop.batch_over(self._scope.of_script_in_batch(), last)
+                    self._scope.before_batch = None
         finally:
             self.on_its_own()
         self._next_epoch, self._left_early = epoch + 1, False

@@ -128,7 +128,7 @@ class FunctionCall:
                 runner.join(self)
             self._set_up.begins()
             if not joined:
-                self._set_up.joined(runner.generation.group, called=True)
+                self._set_up.joined(runner.generation.group, called=True, own=self._own)
             self.on_its_own()
             self._call()
             return self._returned()
@@ -155,7 +155,7 @@ class FunctionCall:
 
     def _call(self) -> None:
         self._calls, self._called_at = self._calls + 1, time.monotonic()
-        self._own = OwnCollectives()
+        self._own = OwnCollectives(self._own)
         try:
             call(self._fn, self._config, lambda: self._runner is not None and self._runner.finished)
         finally:
@@ -172,6 +172,7 @@ class FunctionCall:
         return result
 
     def _classified(self, error: BaseException) -> GenerationResult:
+        self._batch_broken()
         result = self._current.classify(error)
         if self._abandoned is not None and isinstance(error, Exception):
             # What it makes of outputs that do not count is no failure of the run's; its device may be.
@@ -193,7 +194,7 @@ class FunctionCall:
             context.install(runner.generation)
             try:
                 runner.join(self, begins=False)
-                together = self._set_up.joined(runner.generation.group, called=True)
+                together = self._set_up.joined(runner.generation.group, called=True, own=self._own)
             except (Exception, GenerationEnded) as error:
                 result = runner.classify(error)
                 if result.kind not in _SURVIVED or runner.generation.scope.last:
@@ -243,7 +244,8 @@ class FunctionCall:
         self._own.by_step = True
 
     def batch_over(self, own: int, last: bool) -> None:
-        self._own.batch_over(own, last)
+        if self._handles is None or not self._handles.engine.followers:
+            self._own.batch_over(own, last)
         if last:
             self._made = max(self._made, self._current.generation.scope.step)
 
@@ -302,6 +304,7 @@ class FunctionCall:
             cleanup.forget(error)
             runner.announce(result)
             self._hold(result)
+            self._batch_broken()
             self._set_up.left()
             runner.leave(result, stays=True)
             if not runner.clean:
@@ -338,6 +341,10 @@ class FunctionCall:
     def _begun_by_script(self) -> int:
         """Collectives of this rank; without those whose results are kept for whoever joins."""
         return self._current.generation.group.collectives() - self._set_up.recorded
+
+    def _batch_broken(self) -> None:
+        if self._handles is not None and not self._handles.engine.followers:
+            self._own.broken(self._current.generation.scope.of_script_in_batch())
 
     def _tell_recording(self) -> None:
         """To workers that join; again with each generation, for a controller that was restarted."""
@@ -441,9 +448,7 @@ class FunctionCall:
         assert self._given is not None
         runner.join(self)
         self._own.goes_on()
-        followed = self._handles is not None and self._handles.engine.followers
-        apart = "" if followed else self._own.why
-        together = self._set_up.joined(runner.generation.group, called=False, apart=apart, behind=self._behind)
+        together = self._set_up.joined(runner.generation.group, called=False, own=self._own, behind=self._behind)
         if together:
             return together
         try:

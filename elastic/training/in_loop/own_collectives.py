@@ -13,15 +13,26 @@ APART = (
 )
 
 
-class OwnCollectives:
-    """Of one call of the function. Call order: `batch_over` after every batch that is followed by another one;
-    `goes_on` for each later generation."""
+UNSURE = (
+    "it takes part in collectives of its own, and has made too few steps to tell whether it does so in each of them "
+    "or, by a counter, in some"
+)
+# Steps of one generation that are alike.
+_ENOUGH = 2
 
-    def __init__(self) -> None:
+
+class OwnCollectives:
+    """Of one call of the function; what is known of the call `before` holds for it. Call order: `batch_over` after
+    every batch that is followed by another one; `broken` for one that came to no end; `goes_on` for each later
+    generation."""
+
+    def __init__(self, before: OwnCollectives | None = None) -> None:
         # Has the loop asked for the run's step?
-        self.by_step = False
-        self.apart = False
-        self._in_steps: set[int] = set()
+        self.by_step: bool = before is not None and before.by_step
+        self.apart: bool = before is not None and before.apart
+        # Has it made any, and enough steps to tell?
+        self._any, self.sure = False, False
+        self._in_steps: list[int] = []
         self._in_this = 0
         self._partial = False
 
@@ -33,14 +44,27 @@ class OwnCollectives:
     def batch_over(self, count: int, last: bool) -> None:
         """`count`: collectives of the loop's own with this batch. `last`: of its step."""
         self._in_this += count
+        self._any = self._any or count > 0
         if not last:
             return
         if not self._partial:
-            self._in_steps.add(self._in_this)
+            self._in_steps.append(self._in_this)
         self._in_this, self._partial = 0, False
-        self.apart = self.apart or len(self._in_steps) > 1
+        self.apart = self.apart or len(set(self._in_steps)) > 1
+        self.sure = self.sure or len(self._in_steps) >= _ENOUGH
+
+    def broken(self, count: int) -> None:
+        """It may have stood at a collective to which others did not come."""
+        self._any = self._any or count > 0
+        more = bool(self._in_steps) and self._in_this + count > max(self._in_steps)
+        self.apart = self.apart or more
 
     @property
     def why(self) -> str:
         """Why such a function begins together with those of all other ranks; empty where it may stay."""
         return APART if self.apart and not self.by_step else ""
+
+    @property
+    def unsure(self) -> str:
+        """The same, where no rank is sure that it may stay."""
+        return UNSURE if self._any and not self.sure and not self.by_step else ""

@@ -22,11 +22,15 @@ from elastic.comm.rendezvous import await_all
 from elastic.core.errors import CollectiveFailed
 from elastic.training.in_loop import ahead
 from elastic.training.in_loop.group_of_all import GroupOfAll
+from elastic.training.in_loop.own_collectives import OwnCollectives
 from elastic.training.in_loop.recording import Collective, Recording, recordable
 
 # What one rank adds to the count of those that have joined: itself; that its function is called in this generation, or
 # ahead of it; that it comes to every barrier; that it makes every other collective.
 _JOINED, _CALLED, _MEETS, _MAKES = (1 << 16 * number for number in range(4))
+
+
+_OF_ANOTHER_TIME = "some of the functions have done their set-up while others stood by, and have other results of it"
 
 
 class SetUp:
@@ -47,6 +51,8 @@ class SetUp:
         # Groups that this call of the function has made, or was given; what is behind them in this generation.
         self._groups: list[GroupOfAll] = []
         self._behind: list[Any] = []
+        # Has the function begun when those of other ranks had begun before?
+        self._late = False
         # Do all ranks make the other collectives? How many the function was given instead; why not the next one.
         self._all, self._given, self._unmatched = False, 0, ""
         self._within = False
@@ -60,9 +66,15 @@ class SetUp:
     def rank_asked(self) -> None:
         self.rank_known_to.add(ahead.asker())
 
-    def joined(self, group: ProcessGroup, called: bool, apart: str = "", behind: bool = False) -> str:
-        """The function is `called`, in this generation or ahead of it; else it stays in its loop. `apart`: why it
-        cannot, where others are called, or are `behind`: have stood by while there were steps. Collective.
+    def joined(
+        self,
+        group: ProcessGroup,
+        called: bool,
+        own: OwnCollectives,
+        behind: bool = False,
+    ) -> str:
+        """The function is `called`, in this generation or ahead of it; else it stays in its loop, and may be `behind`:
+        have stood by while there were steps. `own`: what is known of its loop's collectives. Collective.
 
         Returns why it is to be called again in this very generation, as on all other ranks; empty where it is not.
         Raises CollectiveFailed where it was given what the others do not have, and torch's DistError.
@@ -71,18 +83,22 @@ class SetUp:
         size, store = group.spec.world_size, group.store
         meets, makes = called and not self._passed, called and not self._given
         if called and (why := self._unmatched or self.recording.unfit(size)):
-            store.set(self._key("together"), why)
-        if apart := "" if called else apart or self.recording.unfit(size):
-            store.set(self._key("apart"), apart)
-        if behind:
-            store.set(self._key("behind"), "")
+            self._say("together", why)
+        if why := own.why or ("" if called else self.recording.unfit(size)):
+            self._say("apart", why)
+        if not called:
+            self._say_of_loop(own)
+            if behind or self._late:
+                self._say("differs", "")
         count = store.add(self._key("joined"), _JOINED + _CALLED * called + _MEETS * meets + _MAKES * makes)
         if count % _CALLED == size:
             store.set(self._key("all"), str(count))
         count = int(store.get(self._key("all")))
-        differ = count % _MEETS // _CALLED or store.check([self._key("behind")])
-        together = self._said("together") or (self._said("apart") if differ else "")
+        together = self._said("together")
+        if not together and (count % _MEETS // _CALLED or self._is_said("differs")):
+            together = self._said("apart") or ("" if self._is_said("sure") else self._said("unsure"))
         self._behind, self._all = [], bool(together) or count // _MAKES == size
+        self._late = called and not self._all
         self._meeting = size if together else count % _MAKES // _MEETS * meets
         if self._all:
             self.recording, self._unmatched = Recording(group.spec.generation, size), ""
@@ -91,10 +107,28 @@ class SetUp:
             self._make_groups()
         return "" if meets and makes else together
 
+    def _say_of_loop(self, own: OwnCollectives) -> None:
+        """What matters where the functions of others are called, or were at another time."""
+        if own.sure:
+            self._say("sure", "")
+        elif own.unsure:
+            self._say("unsure", own.unsure)
+        assert self._group is not None
+        mine = str(self.recording.generation)
+        if self._group.store.compare_set(self._key("recorded/in"), "", mine).decode() != mine:
+            self._say("together", _OF_ANOTHER_TIME)
+
+    def _say(self, name: str, text: str) -> None:
+        assert self._group is not None
+        self._group.store.set(self._key(name), text)
+
+    def _is_said(self, name: str) -> bool:
+        assert self._group is not None
+        return bool(self._group.store.check([self._key(name)]))
+
     def _said(self, name: str) -> str:
         assert self._group is not None
-        store, key = self._group.store, self._key(name)
-        return store.get(key).decode() if store.check([key]) else ""
+        return self._group.store.get(self._key(name)).decode() if self._is_said(name) else ""
 
     def _share(self, none_stays: bool, called: bool) -> None:
         """Ranks that stay have all the same one, which those that are called are given."""

@@ -1,0 +1,92 @@
+"""A training function with whatever scripts have in their set-up and in their loop, as its configuration says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import crew
+import torch
+import torch.distributed as dist
+from torch import nn
+from trainings import Numbers, build
+
+import elastic
+from elastic.training import context
+
+
+def trains(config: dict[str, Any]) -> None:
+    has = config["has"]
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    rank = _rank(has["asks"])
+    if "main first" in has:
+        if rank:
+            dist.barrier()
+        crew.point("what one does for all")
+        if not rank:
+            dist.barrier()
+    group = dist.new_group(backend="gloo") if "group" in has else None
+    if "name" in has:
+        names = [f"of call {crew.told['calls']}"]
+        dist.broadcast_object_list(names, src=0, group=group)
+        crew.told["name"] = names[0]
+    if "count" in has:
+        count = torch.ones(1)
+        dist.all_reduce(count)
+    if "mesh" in has:
+        crew.told["mesh"] = dict(elastic.get_context().mesh)
+    data = elastic.keep(Numbers, 6, torch.float32)
+    engine, loader = build(config)
+    if "seed" in has:
+        seed = torch.tensor([7])
+        dist.broadcast(seed, src=0, group=group)
+    made = 0
+    for _ in elastic.epochs() if "epochs" in has else range(2):
+        for x, y in loader:
+            _may_stay(config, "batch")
+            loss = nn.functional.mse_loss(engine(x), y)
+            _may_stay(config, "forward")
+            engine.backward(loss)
+            _may_stay(config, "backward")
+            over = engine.is_gradient_accumulation_boundary()
+            # The run's step is asked for by those alone that count by it.
+            number = elastic.get_context().step + 1 if has.get("logs") == "by step" else made + 1
+            engine.step()
+            _may_stay(config, "step")
+            made += over
+            if over and "logs" in has and number % 3 == 1:
+                mean = loss.detach().clone()
+                dist.all_reduce(mean, group=group)
+        if "evaluates" in has:
+            _evaluate(engine, data, group)
+    crew.told["made"] = made
+
+
+def _rank(asks: str) -> int | None:
+    import deepspeed
+
+    if asks == "variable":
+        return int(os.environ["RANK"])
+    if asks == "elastic":
+        return elastic.get_context().rank
+    if asks == "deepspeed":
+        deepspeed.init_distributed()
+        return int(deepspeed.comm.get_rank())
+    return dist.get_rank() if asks == "torch" else None
+
+
+def _may_stay(config: dict[str, Any], where: str) -> None:
+    generation = context.current()
+    assert generation is not None
+    spec = generation.scope.spec
+    if config["kills"].get(spec.generation) == (spec.rank, generation.scope.step, where):
+        crew.point("there")
+        crew.stay()
+
+
+def _evaluate(engine: Any, data: Any, group: Any) -> None:
+    engine.eval()
+    with torch.no_grad():
+        found = torch.stack([engine(data[index][0][None]).sum() for index in range(len(data))]).sum()
+    engine.train()
+    dist.all_reduce(found, group=group)

@@ -1,0 +1,146 @@
+"""Workers are killed, stopped, added and left out at random, under functions of every kind; the oracle is the
+undisturbed run."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from crew import Crew
+from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _distance, _engine, _undisturbed
+
+from elastic.checkpoint.storage import CheckpointStore
+
+pytestmark = pytest.mark.processes
+
+FUNCTION = "scheduled.trains"
+ENGINES: list[dict[str, Any]] = [*({"stage": stage} for stage in (0, 1, 2, 3)), {"engine": "fsdp2"}]
+WHERE = ["batch", "forward", "backward", "step"]
+LIMIT_S = 120.0
+TRIES = 3
+GOES_ON = {"ended", "collective_failed", "restore_failed", "finished"}
+
+
+class Part(NamedTuple):
+    """One generation: its members by rank; a planned end, or the rank that is lost where the run has come to a step."""
+
+    who: Sequence[int]
+    end_at: int | None = None
+    lost: tuple[int, int, str] | None = None
+
+
+def function_of(draw: random.Random) -> dict[str, Any]:
+    has: dict[str, Any] = {"asks": draw.choice(["no", "variable", "torch", "elastic", "deepspeed"])}
+    likely = {"main first": 0.5, "group": 0.4, "name": 0.5, "count": 0.2, "mesh": 0.2, "seed": 0.3, "epochs": 0.7}
+    has |= {name: True for name, chance in likely.items() if draw.random() < chance}
+    if draw.random() < 0.5:
+        has["logs"] = draw.choice(["by step", "by step", "by counter"])
+    if draw.random() < 0.4:
+        has["evaluates"] = True
+    return has
+
+
+def schedule_of(draw: random.Random) -> list[Part]:
+    """Of four workers; a step is done in each generation, or some."""
+    parts, step, who = [], 0, draw.sample(range(4), draw.randint(1, 4))
+    while step < LAST_STEP - 1 and len(parts) < 5:
+        step += draw.randint(0 if len(parts) else 1, 3)
+        if step >= LAST_STEP:
+            break
+        if draw.random() < 0.5:
+            parts.append(Part(who, lost=(draw.randrange(len(who)), step, draw.choice(WHERE))))
+            stay = [number for place, number in enumerate(who) if place != parts[-1].lost[0]]
+        else:
+            # Where the step is done already it ends at once.
+            parts.append(Part(who, end_at=max(step, 1)))
+            stay = list(who)
+        others = [number for number in range(4) if number not in stay]
+        draw.shuffle(others)
+        if draw.random() < 0.5:
+            draw.shuffle(stay)
+        who = [*stay[: draw.randint(0, len(stay))], *others[: draw.randint(0, len(others))]] or [draw.randrange(4)]
+        if draw.random() < 0.3:
+            draw.shuffle(who)
+    return [*parts, Part(who)]
+
+
+def places_of(draw: random.Random, parts: Sequence[Part], first: int) -> dict[tuple[int, int], Any]:
+    """What is expected of those that join, by generation and rank: mostly right."""
+    places: dict[tuple[int, int], Any] = {(-1, 0): None}
+    for number, part in enumerate(parts):
+        for rank in range(len(part.who)) if number else ():
+            told = (rank or 1, len(part.who))
+            if draw.random() < 0.2:
+                told = (told[0], len(part.who) + 1)
+            places[first + number, rank] = told if told[1] > 1 and draw.random() < 0.9 else None
+    return places
+
+
+def outcomes_of(crew: Crew, who: Sequence[int]) -> list[Any]:
+    """As a controller would: where one fails the others are told."""
+    members = [crew.members[number] for number in who]
+    told = False
+    while pending := {member.pipe: member for member in members if member.outcome is None}:
+        failed = [m.number for m in members if m.outcome and m.outcome.result.kind not in ("ended", "finished")]
+        if failed and not told:
+            told = True
+            for member in pending.values():
+                crew.abort(member.number, f"member {failed[0]} has failed")
+        ready = wait(list(pending), LIMIT_S)
+        assert ready, f"{[member.number for member in pending.values()]} of {list(who)} came to no end"
+        for pipe in ready:
+            crew._receive(pending[pipe], "outcome")  # type: ignore[index]  # one of those that it was given
+    return [member.outcome for member in members]
+
+
+def happens(crew: Crew, part: Part, config: dict[str, Any], more: dict[str, Any]) -> list[Any]:
+    crew.begin(part.who, FUNCTION, config, end_at=part.end_at, **more)
+    if part.lost is not None:
+        victim = crew.members[part.who[part.lost[0]]]
+        survivors = [number for number in part.who if number != victim.number]
+        while "there" not in victim.points and victim.outcome is None:
+            crew._receive(victim, "point")
+        if victim.outcome is None:
+            victim.signal(signal.SIGKILL)
+            victim.process.join()
+            crew.replace(victim.number)
+            for number in survivors:
+                crew.abort(number, f"member {victim.number} was lost")
+            return outcomes_of(crew, survivors)
+    return outcomes_of(crew, part.who)
+
+
+# One takes about five seconds.
+SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 60))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_schedule(crew: Crew, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    engine, has, parts = draw.choice(ENGINES), function_of(draw), schedule_of(draw)
+    first = crew.generation + 1
+    config: dict[str, Any] = {
+        **engine, "dropout": 0.1, "in_loop": True, "ahead": True, "has": has, "places": places_of(draw, parts, first),
+        "kills": {first + number: part.lost for number, part in enumerate(parts)}, "url": str(tmp_path / "moved"),
+    }  # fmt: skip
+    (tmp_path / "moved").mkdir()
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "engine": _engine(engine), "checkpoint_every_steps": 1}
+    store = CheckpointStore(config["url"], "run")
+    # What is as all others are, but has failed, is tried again, as it would be in a run.
+    for part in [*parts, *[Part(parts[-1].who)] * TRIES]:
+        newest = store.list()
+        outcomes = happens(crew, part, config, {**more, "checkpoint": newest[0].id if newest else None})
+        results = [outcome.result for outcome in outcomes]
+        assert {result.kind for result in results} <= GOES_ON, (config, parts, part, results)
+        if outcomes and all(result.kind == "finished" for result in results):
+            break
+    else:
+        raise AssertionError((config, parts, results))
+    crew.settle()
+    still = _undisturbed(crew, tmp_path / "still", {**engine, "dropout": 0.1}, 2)
+    assert _distance(still.state, Run(tmp_path / "moved", [outcomes]).state) <= 16 * FLOOR
