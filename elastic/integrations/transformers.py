@@ -94,12 +94,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """As transformers' own. Under ZeRO stage 3 all ranks call it, and the weights go through rank 0's memory in the
         type that the model computes in."""
         engine = self.model_wrapped
-        if not isinstance(engine, ElasticEngine) or engine.zero_optimization_stage() != 3:
+        if not isinstance(engine, ElasticEngine):
             super().save_model(output_dir, _internal_call)
             return
-        weights = engine._zero3_consolidated_16bit_state_dict()
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=weights)
+        # Ranks that wait for rank 0's files are no hang.
+        with api.busy("saving the model"):
+            if engine.zero_optimization_stage() != 3:
+                super().save_model(output_dir, _internal_call)
+                return
+            weights = engine._zero3_consolidated_16bit_state_dict()
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=weights)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

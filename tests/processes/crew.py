@@ -133,6 +133,17 @@ class Crew:
     def abort(self, number: int, reason: str) -> None:
         self.members[number].pipe.send(("abort", reason))
 
+    def lose(self, number: int, survivors: Sequence[int]) -> list[Outcome]:
+        """Kill a member; the others' outcomes, once they are told of it."""
+        self.members[number].signal(signal.SIGKILL)
+        self.members[number].process.join()
+        # Not every survivor is the dead rank's neighbour in the ring: whoever is still blocked is released.
+        for other in survivors:
+            self.abort(other, f"rank {number} was lost")
+        ended = [self.outcome(other) for other in survivors]
+        assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
+        return ended
+
     def reached(self, number: int, point: str) -> None:
         """Wait until the member's training code came to a point."""
         member = self.members[number]

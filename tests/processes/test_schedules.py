@@ -82,7 +82,7 @@ def places_of(draw: random.Random, parts: Sequence[Part], first: int) -> dict[tu
 
 
 def outcomes_of(crew: Crew, who: Sequence[int]) -> list[Any]:
-    """As a controller would: where one fails the others are told."""
+    """Of each of these members. When one has failed the others are told, as the controller does."""
     members = [crew.members[number] for number in who]
     told = False
     while pending := {member.pipe: member for member in members if member.outcome is None}:
@@ -93,8 +93,9 @@ def outcomes_of(crew: Crew, who: Sequence[int]) -> list[Any]:
                 crew.abort(member.number, f"member {failed[0]} has failed")
         ready = wait(list(pending), LIMIT_S)
         assert ready, f"{[member.number for member in pending.values()]} of {list(who)} came to no end"
-        for pipe in ready:
-            crew._receive(pending[pipe], "outcome")  # type: ignore[index]  # one of those that it was given
+        for pipe, member in pending.items():
+            if pipe in ready:
+                crew._receive(member, "outcome")
     return [member.outcome for member in members]
 
 

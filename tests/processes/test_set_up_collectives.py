@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +185,7 @@ def test_survivors_of_a_sum_over_a_group_of_their_own_stay(crew: Crew, tmp_path:
     crew.begin([0, 1, 2], GROUP, lost, checkpoint_every_steps=1, **MORE)
     crew.reached(1, "there")
     crew.reached(0, "committed step 3")
-    crew.members[1].signal(signal.SIGKILL)
-    crew.members[1].process.join()
-    for number in (0, 2):
-        crew.abort(number, "rank 1 was lost")
-    ended = [crew.outcome(number) for number in (0, 2)]
-    assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
+    crew.lose(1, [0, 2])
     crew.replace(1)
     moved = crew.run([2, 0], GROUP, config(tmp_path), checkpoint=newest(tmp_path), **MORE)
     _assert_ended(moved, "finished", LAST_STEP)

@@ -142,7 +142,7 @@ class _Gate:
         return known
 
     def _tells(self, what: Mapping[str, int]) -> Mapping[str, int]:
-        """It follows from the place, which is told with it."""
+        """The mesh follows from the place: telling one tells the other."""
         self.tell()
         return what
 

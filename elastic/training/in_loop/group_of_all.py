@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# They use the name at once. Whoever else asks for it (a DeviceMesh) keeps it, and the number of ranks with it.
+# Modules of torch that use a group's name at once. Others, such as DeviceMesh, keep it, and the number of ranks too.
 _AT_ONCE = frozenset({"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"})
 # Of the object itself.
 _OWN = frozenset({"boxed"})
@@ -25,7 +25,8 @@ class GroupOfAll(dist.ProcessGroup):
 
     def __init__(self, join: Callable[[], None], kept: Callable[[], None]) -> None:
         # What C++ sees of it alone, which calls it for all that it does: no rank of no ranks.
-        super().__init__(-1, -1)  # type: ignore[call-arg]  # torch's stub has one of its two forms
+        # Of torch's two forms the other, with a store, makes no subclass; the stub has that one alone.
+        super().__init__(-1, -1)  # type: ignore[call-arg]
         self.behind: dist.ProcessGroup | None = None
         self._join = join
         self._kept = kept
