@@ -51,8 +51,6 @@ class SetUp:
         # Groups that this call of the function has made, or was given; what is behind them in this generation.
         self._groups: list[GroupOfAll] = []
         self._behind: list[Any] = []
-        # Has the function begun when those of other ranks had begun before?
-        self._late = False
         # Do all ranks make the other collectives? How many the function was given instead; why not the next one.
         self._all, self._given, self._unmatched = False, 0, ""
         self._within = False
@@ -88,17 +86,16 @@ class SetUp:
             self._say("apart", why)
         if not called:
             self._say_of_loop(own)
-            if behind or self._late:
-                self._say("differs", "")
+            if behind:
+                self._say("behind", "")
         count = store.add(self._key("joined"), _JOINED + _CALLED * called + _MEETS * meets + _MAKES * makes)
         if count % _CALLED == size:
             store.set(self._key("all"), str(count))
         count = int(store.get(self._key("all")))
         together = self._said("together")
-        if not together and (count % _MEETS // _CALLED or self._is_said("differs")):
+        if not together and (count % _MEETS // _CALLED or self._is_said("behind")):
             together = self._said("apart") or ("" if self._is_said("sure") else self._said("unsure"))
         self._behind, self._all = [], bool(together) or count // _MAKES == size
-        self._late = called and not self._all
         self._meeting = size if together else count % _MAKES // _MEETS * meets
         if self._all:
             self.recording, self._unmatched = Recording(group.spec.generation, size), ""
