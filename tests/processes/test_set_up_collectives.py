@@ -163,6 +163,9 @@ def test_a_group_of_all_ranks_is_that_of_every_generation(crew: Crew, tmp_path: 
     crew.replace(1)
     recording = begun[0].told["recording"] if known else b""
     joins = {**asks, "place": (2, 3), "attempt": "later", "recording": recording}
+    joined = crew.run([0, 2, 1], GROUP, joins, end_at=6, checkpoint=newest(tmp_path), **MORE)
+    points = list(crew.members[1].points)
+    # The one that has joined stays, too.
     grown = crew.run([0, 2, 1], GROUP, joins, checkpoint=newest(tmp_path), **MORE)
     _assert_ended(grown, "finished", LAST_STEP)
     assert told(grown, "calls") == [1, 1, 1]
@@ -175,9 +178,8 @@ def test_a_group_of_all_ranks_is_that_of_every_generation(crew: Crew, tmp_path: 
         **{step: (3, 0, three, "gloo") for step in range(5, LAST_STEP + 1)},
     }
     assert grown[2].told["summed"] == {step: (3, 2, three, "gloo") for step in range(5, LAST_STEP + 1)}
-    points = crew.members[1].points
     assert (points.index("set up") < points.index("waits")) is known
-    assert _distance(still.losses, Run(tmp_path, [begun, fewer, grown]).losses) <= 8 * FLOOR
+    assert _distance(still.losses, Run(tmp_path, [begun, fewer, joined, grown]).losses) <= 8 * FLOOR
 
 
 def test_survivors_of_a_sum_over_a_group_of_their_own_stay(crew: Crew, tmp_path: Path, still: Run) -> None:
