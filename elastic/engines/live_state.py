@@ -140,7 +140,9 @@ class Sharing:
     """By which rules an engine shares tensors out, at any world size: see `core.sharding.mesh_memory` for `cut_by` and
     `shard_workers`. `experts`: parameters of which the first dimension is experts that ranks share, or with `apart`
     each of which is one. `layers`: the layers of a pipeline that have each parameter; empty: it is none. `beside`: what
-    else lies in memory. `also_whole`: frozen parameters that ranks have whole beside their parts."""
+    else lies in memory. `also_whole`: frozen parameters that ranks have whole beside their parts. `summed`: of trained
+    parameters whose gradients are added up unreduced over several micro-batches, in the place of what is reduced of
+    them at the step's end: the elements on this rank, and the bytes of each."""
 
     cut_by: CutBy
     experts: frozenset[str] = frozenset()
@@ -149,6 +151,7 @@ class Sharing:
     shard_workers: int = 0
     beside: tuple[Beside, ...] = ()
     also_whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    summed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class ShardedState(Protocol):

@@ -26,8 +26,12 @@ from simulation.samples import BATCH, Samples
 # What a run with several meshes trains: layers that are cut, experts, and what all of it takes besides.
 MODEL = HeldState(
     "rows",
-    (HeldTensors(120, 8, 4, data_bytes=16, cut=0, group=0), HeldTensors(12, 80, 4, data_bytes=16, experts=1, group=1)),
+    (
+        HeldTensors(120, 8, 4, data_bytes=16, cut=0, group=0, summed_bytes=2, reduced_bytes=4),
+        HeldTensors(12, 80, 4, data_bytes=16, experts=1, group=1, summed_bytes=2, reduced_bytes=4),
+    ),
     slices=2,
+    passes=4,
 )
 MODEL_REST = 60_000
 

@@ -26,9 +26,10 @@ from elastic.core.mesh import Mesh, MeshSettings
 from elastic.core.sharding.cuts import Cut
 from elastic.core.sharding.mesh_memory import state_bytes
 from elastic.engines.fsdp2 import experts as shared
-from elastic.engines.fsdp2.belongings import Belongings, release
+from elastic.engines.fsdp2.belongings import Belongings, parameter_groups, release
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
+from elastic.engines.fsdp2.local_step import local_of
 from elastic.engines.fsdp2.meshes import EXPERTS as EXPERTS_AXIS
 from elastic.engines.fsdp2.meshes import SAME_EXPERTS, Meshes, forget_meshes
 from elastic.engines.fsdp2.pipeline.layers import read_layers
@@ -245,6 +246,12 @@ def test_what_the_first_rank_tells_says_what_the_fullest_one_of_any_mesh_has(
         return sum((4 if n in frozen else 8) * len(own) * whole[n][0].numel() for n, own in rows.items())
 
     assert own == fullest(size, ep, tp, sp)
+    sums = sum(each._orig_size.numel() for group in parameter_groups(model) for each in group.fsdp_params
+               if each.sharded_param.requires_grad)  # fmt: skip
+    reduced = sum(local_of(p).numel() for group in optimizer.param_groups for p in group["params"])
+    several = own + 4 * (sums - reduced)
+    assert held_state(state, CPU, tp, adds_up=True)[1] == several
+    assert state_bytes(replace(held, micro_steps=2), MeshSettings(sp, tp=tp, ep=ep), copies * size) == several
     assert state_bytes(held, MeshSettings(sp, tp=tp, ep=ep), copies * size) == own
     for cells, shares in ((4, 2), (6, 1), (24, 4), (64, 8), (1000, 2)):
         if EXPERTS % (shares * tp) == 0:

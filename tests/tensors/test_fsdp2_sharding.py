@@ -6,6 +6,7 @@ Worlds of up to 1,024 ranks under torch's fake process group: layouts need no co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from elastic.core.errors import UsageError
 from elastic.core.mesh import MeshSettings
 from elastic.core.sharding.mesh_memory import state_bytes
+from elastic.engines.fsdp2.belongings import parameter_groups
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.sharding import repoint, shard_model, units
 from elastic.engines.fsdp2.state import Fsdp2State
@@ -129,6 +131,13 @@ def allocated(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def added_up(model: nn.Module) -> int:
+    """Bytes of the whole gradients of a step that is not at its last micro-batch."""
+    sharded = [each for group in parameter_groups(model) for each in group.fsdp_params]
+    sums = [(each.unsharded_accumulated_grad, each._unsharded_param.grad) for each in sharded]
+    return sum(tensor.untyped_storage().nbytes() for pair in sums for tensor in pair if tensor is not None)
+
+
 @pytest.mark.parametrize("size", [1, 3, 64])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize(
@@ -159,7 +168,15 @@ def test_the_first_rank_tells_what_it_has_allocated(
     real = allocated(model, optimizer)
     state = Fsdp2State(model, optimizer, None, mesh)
     held, own = held_state(state, CPU, 1)
-    assert own == real == state_bytes(held, MeshSettings(), size)
+    assert own == real == state_bytes(replace(held, passes=size), MeshSettings(), size)
+    optimizer.zero_grad()
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        model(torch.arange(6)).float().sum().backward()
+    several = max(real, allocated(model, optimizer) + added_up(model))
+    same, own = held_state(state, CPU, 1, adds_up=True)
+    assert own == several == state_bytes(replace(held, passes=size + 1), MeshSettings(), size)
+    assert same == held
     # Whatever is sharded is in host memory.
     assert held_state(state, torch.device("cuda"), 1)[1] == 0
 

@@ -205,12 +205,17 @@ def test_what_the_first_rank_tells_says_what_the_fullest_one_of_any_mesh_has(
     held, own = held_state(state, CPU, tp)
     frozen = {extra.chunk.name for extra in state.frozen()}
 
-    def fullest(tp: int, shards: int) -> int:
+    def fullest(tp: int, shards: int, adds_up: bool = False) -> int:
         slices = {name: own_slice(value, name, tp, 0) for name, value in whole.items()}
         blocks = {name: -(-len(value) // shards) * value[0].numel() for name, value in slices.items()}
-        return sum(numel * (4 if name in frozen else 8) for name, numel in blocks.items())
+        gradients = {name: slices[name].numel() if adds_up else numel for name, numel in blocks.items()}
+        return 4 * sum(numel + (gradients[name] if name not in frozen else 0) for name, numel in blocks.items())
 
-    assert own == fullest(tp, (workers or size) // tp)
+    shards = (workers or size) // tp
+    assert own == fullest(tp, shards)
+    several = replace(held, micro_steps=2)
+    assert held_state(state, CPU, tp, adds_up=True)[1] == fullest(tp, shards, adds_up=True)
+    assert state_bytes(several, MeshSettings(sp, tp=tp), size) == fullest(tp, shards, adds_up=True)
     assert state_bytes(held, MeshSettings(sp, tp=tp), size) == own
     for other, slices in ((3, 1), (12, 2), (20, 5), (64, 8), (1000, 5)):
         assert state_bytes(replace(held, shard_workers=0), MeshSettings(tp=slices), other) == fullest(

@@ -14,8 +14,7 @@ assumptions:
   layers; GPipe has all of a step's, of fewer layers; tokens are taken to be spread evenly over the experts.
 
 Not foreseen: memory that fragments, later micro-batches that are larger than the first, snapshots' copies of the state
-in host memory, stages that a script cuts otherwise than by numbers of parameters, the whole gradients that FSDP2 adds
-up in steps of several micro-batches where every measured step had one.
+in host memory, stages that a script cuts otherwise than by numbers of parameters.
 """
 
 from __future__ import annotations
@@ -50,7 +49,9 @@ class HeldTensors(NamedTuple):
     Where a parameter group is one flat, each rank with any of a tensor's elements has `reached_bytes` of all of them.
     `cut`: of what lanes have slices, along the rows (0) or the width (1); -1: each has it whole. `experts`: 1 where the
     rows are experts that ranks share, 2 where each tensor is one. `group`: the optimizer's, -1 for what is not trained.
-    `also`: other layers that have the very same tensor.
+    `also`: other layers that have the very same tensor. Where the gradients of several micro-batches are added up
+    before they are reduced, every rank of a lane has `summed_bytes` of each element until then, in the place of the
+    `reduced_bytes` that are in `data_bytes`.
     """
 
     rows: int
@@ -65,17 +66,23 @@ class HeldTensors(NamedTuple):
     layers: int = 1
     also: tuple[int, ...] = ()
     reached_bytes: int = 0
+    summed_bytes: int = 0
+    reduced_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class HeldState:
     """The training state of a whole model. `shard_workers`: so many ranks of a stage have it once (HSDP; 0: all).
-    `slices`: with how many slices of each layer it was looked at; with one nobody knows what would be cut."""
+    `slices`: with how many slices of each layer it was looked at; with one nobody knows what would be cut. `passes`:
+    the micro-batches of a step, or, where the global batch follows the number of workers, `micro_steps`: those of each
+    rank."""
 
     cut_by: CutBy
     tensors: tuple[HeldTensors, ...]
     shard_workers: int = 0
     slices: int = 1
+    passes: int = 1
+    micro_steps: int = 0
 
     @classmethod
     def of(cls, parts: Sequence[HeldState]) -> HeldState:
@@ -174,7 +181,13 @@ def state_bytes(held: HeldState, shape: MeshSettings, world_size: int) -> int:
     """Of the rank that has most; a bound where tensors have `reached_bytes`. `shape` has one size for each axis. Raises
     UsageError where the model has fewer layers than stages."""
     mesh = shape.mesh(world_size)
-    return max(_rank_bytes(held, tensors, mesh) for tensors in _by_rank(held.tensors, shape))
+    summed = adds_up(mesh.pp, held.micro_steps or -(-held.passes // (world_size // shape.readers)))
+    return max(_rank_bytes(held, tensors, mesh, summed) for tensors in _by_rank(held.tensors, shape))
+
+
+def adds_up(pp: int, micro_steps: int) -> bool:
+    """Are there gradients of several micro-batches before they are reduced? A pipeline reduces them after its last."""
+    return pp > 1 or micro_steps > 1
 
 
 def _by_rank(tensors: Sequence[HeldTensors], shape: MeshSettings) -> Iterator[list[tuple[HeldTensors, int]]]:
@@ -209,7 +222,7 @@ def _layers(tensors: HeldTensors) -> tuple[int, ...]:
     return (*range(tensors.layer, tensors.layer + tensors.layers), *tensors.also)
 
 
-def _rank_bytes(held: HeldState, tensors: Iterable[tuple[HeldTensors, int]], mesh: Mesh) -> int:
+def _rank_bytes(held: HeldState, tensors: Iterable[tuple[HeldTensors, int]], mesh: Mesh, summed: bool) -> int:
     total, flats = 0, Counter[tuple[int, bool, int]]()
     reached = defaultdict[tuple[int, bool, int], Counter[int]](Counter)
     for each, layers in tensors:
@@ -227,7 +240,10 @@ def _rank_bytes(held: HeldState, tensors: Iterable[tuple[HeldTensors, int]], mes
             case "elements":
                 total += -(-rows * width // ranks) * count * each.data_bytes
             case "rows":
-                total += -(-rows // ranks) * width * count * each.data_bytes
+                part = -(-rows // ranks) * width
+                total += part * count * each.data_bytes
+                if summed:
+                    total += max(0, rows * width * each.summed_bytes - part * each.reduced_bytes) * count
     for (_, experts, size), elements in flats.items():
         total += _part(elements, _ranks(held, mesh, experts)) * size
     for (_, experts, size), numels in reached.items():

@@ -85,7 +85,7 @@ def adopt(model: nn.Module, device: torch.device) -> None:
     sharded parameters of before, in the place of the new ones. `device`: where the shards lie."""
     before = _released.pop(model, None)
     names = {id(tensor): name for name, tensor in named_parameters(model)}
-    for made in _sharded(model):
+    for made in (each for group in parameter_groups(model) for each in group.fsdp_params):
         new = made.sharded_param
         padded = torch.zeros(
             made.padded_sharded_param_size, dtype=new.dtype, device=device, pin_memory=bool(made.pin_memory)
@@ -101,12 +101,11 @@ def adopt(model: nn.Module, device: torch.device) -> None:
         made._setattr_on_modules(kept)
 
 
-def _sharded(model: nn.Module) -> Iterator[Any]:
-    """torch's `FSDPParam`s."""
+def parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """torch's `FSDPParamGroup`s."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield from module._get_fsdp_state()._fsdp_param_groups
 
 
 def _undo(module: FSDPModule) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2 import deferred
-from elastic.engines.fsdp2.belongings import adopt, is_released
+from elastic.engines.fsdp2.belongings import adopt, is_released, parameter_groups
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, Meshes, make_meshes
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
@@ -178,12 +178,22 @@ def units(model: torch.nn.Module, names: tuple[str, ...] | None) -> list[torch.n
 
 def reshard(model: torch.nn.Module) -> None:
     """Free what forward passes have gathered: the module has its sharded parameters afterwards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            groups: Any = module._get_fsdp_state()._fsdp_param_groups
-            for group in groups:
-                # `FSDPModule.reshard` leaves the root alone where a forward pass has failed in its middle.
-                group._to_sharded()
+    for group in parameter_groups(model):
+        # `FSDPModule.reshard` leaves the root alone where a forward pass has failed in its middle.
+        group._to_sharded()
+
+
+def summed_gradients(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
+    """Of each trained parameter, by its id: the elements of the gradient that is added up over a step's micro-batches
+    on this rank, which is none of a shard, and the bytes of each (`FSDPParam.to_accumulated_grad_if_needed`)."""
+    found = {}
+    for group in parameter_groups(model):
+        computed = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+        for each in group.fsdp_params:
+            shard = each.sharded_param
+            if shard.requires_grad:
+                found[id(shard)] = each._orig_size.numel(), (computed or shard.dtype).itemsize
+    return found
 
 
 def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -194,13 +204,7 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in named_parameters(model)
         if parameter.requires_grad and not isinstance(parameter, DTensor)
     }
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
-    for sharded in (parameter for group in groups for parameter in group.fsdp_params):
+    for sharded in (each for group in parameter_groups(model) for each in group.fsdp_params):
         # It has none before its first forward pass.
         if sharded.sharded_param.requires_grad and hasattr(sharded, "_unsharded_param"):
             found[plain(str(sharded._param_fqn))] = sharded.unsharded_param

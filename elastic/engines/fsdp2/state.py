@@ -21,7 +21,7 @@ from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.fsdp2.local_step import local_of
 from elastic.engines.fsdp2.meshes import Meshes, is_experts, rows_of, slice_shape
-from elastic.engines.fsdp2.sharding import reshard
+from elastic.engines.fsdp2.sharding import reshard, summed_gradients
 from elastic.engines.fsdp2.tensor_parallel import cuts_of
 from elastic.engines.live_state import (
     PARAM,
@@ -121,7 +121,15 @@ class Fsdp2State:
         # With copies of shards `part` says how many there are.
         shards = self.part[0] if self.copies else 0
         # The reduced gradient is of the parameter's type, whatever it was computed in, and lies where the shard does.
-        return Sharing("rows", experts, layers=self.layers, shard_workers=shards, beside=(Beside("part"),))
+        reduced, summed = (Beside("part"),), summed_gradients(self.module)
+        return Sharing(
+            "rows",
+            experts,
+            layers=self.layers,
+            shard_workers=shards,
+            beside=reduced,
+            summed={self._names[of]: sizes for of, sizes in summed.items()},
+        )
 
     def begin_install(self) -> None:
         # Parameters that an evaluation pass has gathered would keep their old values.

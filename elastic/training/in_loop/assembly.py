@@ -307,7 +307,7 @@ def _opened(
         before_first_batch(scope, generation.state, engine, state, source.dataset)
 
     carried = resumed.carried
-    memory = MemoryReport(scope, state) if scope.spec.reports_memory else None
+    memory = MemoryReport(scope, state, plan) if scope.spec.reports_memory else None
     steps = StepLoop(
         scope, plan, snapshots, requests, generation.take_metrics, repeated, before_first, course, carried, shares,
         taken_over, None if memory is None else memory.step_closed,

@@ -14,9 +14,10 @@ from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import MASTER, PARAM, Beside, Master, ShardedState, Sharing, Weight
 
 
-def held_state(state: ShardedState, device: torch.device, slices: int) -> tuple[HeldState, int]:
+def held_state(state: ShardedState, device: torch.device, slices: int, adds_up: bool = False) -> tuple[HeldState, int]:
     """(the model's, or its stage's of a pipeline; the bytes of this rank on `device`), once the optimizer has what it
-    keeps. `slices`: so many ranks share each layer.
+    keeps. `slices`: so many ranks share each layer. `adds_up`: the gradients of several micro-batches, before they are
+    reduced.
 
     What lies elsewhere than on `device`, in host memory, is not counted; where `device` is the host's, all is.
     Gradients are counted as the engine adds them up, though there are none between steps (`Sharing.beside`). Module
@@ -24,12 +25,19 @@ def held_state(state: ShardedState, device: torch.device, slices: int) -> tuple[
     """
     sharing, held = state.sharing(), _Held(device)
     _count(state, sharing, held)
+    reduced = _reduced(state, sharing, device)
+    if adds_up:
+        held.own += sum(
+            max(0, numel * size - reduced.get(name, (0, 0))[0]) for name, (numel, size) in sharing.summed.items()
+        )
     group = {name: number for number, names in enumerate(state.groups()) for name in names}
     tensors = [
         _shape(state, sharing, spec.name, spec.shape, slices)._replace(
             lane_bytes=held.bytes["lane"][spec.name],
             data_bytes=held.bytes["part"][spec.name],
             reached_bytes=held.bytes["reached"][spec.name],
+            summed_bytes=sharing.summed[spec.name][1] if spec.name in sharing.summed else 0,
+            reduced_bytes=reduced[spec.name][1] if spec.name in reduced else 0,
             group=group.get(spec.name, -1),
         )
         for spec in state.specs()
@@ -99,6 +107,15 @@ def _count_beside(beside: Beside, weights: Sequence[Weight], masters: Sequence[M
             numel = sum(numels[name] for name in {chunk.name for chunk in master.chunks})
         device = beside.device or master.tensor.device
         held.add_elements(beside.of, master.names, device, numel, beside.element_bytes or own[0])
+
+
+def _reduced(state: ShardedState, sharing: Sharing, device: torch.device) -> dict[str, tuple[int, int]]:
+    """Of what is added up: the bytes of this rank's reduced gradient on `device`, and those of each element."""
+    found = {}
+    for master in state.masters() if sharing.summed else ():
+        size = master.tensor.element_size() if master.tensor.device.type == device.type else 0
+        found[master.names[0]] = master.tensor.numel() * size, size
+    return found
 
 
 def _shape(state: ShardedState, sharing: Sharing, name: str, shape: tuple[int, ...], slices: int) -> HeldTensors:

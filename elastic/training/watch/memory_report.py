@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from elastic.core.data.step_plan import StepPlan
+from elastic.core.sharding.mesh_memory import adds_up
 from elastic.core.typed_json import encode
 from elastic.training.scope import GenerationScope
 from elastic.training.state.engine_state import EngineState
@@ -17,8 +20,8 @@ _AFTER_STEPS = 3
 class MemoryReport:
     """`step_closed` after every step, on the training thread."""
 
-    def __init__(self, scope: GenerationScope, state: EngineState) -> None:
-        self._scope = scope
+    def __init__(self, scope: GenerationScope, state: EngineState, plan: StepPlan) -> None:
+        self._scope, self._plan = scope, plan
         self._state: EngineState | None = state
         self._left = _AFTER_STEPS
 
@@ -36,7 +39,10 @@ class MemoryReport:
         used = memory_use(device, spec.worker_memory_bytes)
         if used is None:
             return None
-        held, own = held_state(state.sharded, device, spec.tp)
+        held, own = held_state(state.sharded, device, spec.tp, adds_up(spec.mesh.pp, self._plan.micro_steps))
         # One rank of each stage tells of its layers: the others have the same.
         leads = spec.mesh.data(spec.rank) == spec.mesh.sequence(spec.rank) == spec.mesh.tensor(spec.rank) == 0
+        plan, follows = self._plan, spec.batch.adaptive is not None
+        passes = -(-plan.global_batch // plan.micro_batch)
+        held = replace(held, micro_steps=plan.micro_steps) if follows else replace(held, passes=passes)
         return {**used._asdict(), "state_bytes": own, "held": encode(held) if leads else None}

@@ -52,14 +52,17 @@ tensors = st.builds(
     rows=st.integers(1, 40), width=st.integers(1, 9), number=st.integers(1, 3), lane_bytes=st.sampled_from((0, 2, 4)),
     data_bytes=st.sampled_from((0, 8, 12)), cut=st.integers(-1, 1), experts=st.integers(0, 2),
     group=st.integers(0, 2), layer=st.integers(0, 5), layers=st.integers(1, 4), also=st.just(()),
-    reached_bytes=st.sampled_from((0, 2, 4)),
-)  # fmt: skip
+    reached_bytes=st.sampled_from((0, 2, 4)), summed_bytes=st.sampled_from((0, 2, 4)),
+    reduced_bytes=st.sampled_from((0, 4)),
+).map(lambda each: each._replace(reduced_bytes=min(each.reduced_bytes, each.data_bytes)))  # fmt: skip
 states = st.builds(
     HeldState,
     st.sampled_from(EVERY),
     st.lists(tensors, min_size=4, max_size=8).map(together),
     shard_workers=st.just(0),
     slices=st.just(1),
+    passes=st.integers(1, 60),
+    micro_steps=st.sampled_from((0, 0, 1, 2)),
 )
 
 
@@ -73,6 +76,30 @@ def test_more_workers_never_need_more(held: HeldState, tp: int, ep: int, pp: int
     assert state_bytes(held, shape, (cells + more) * shape.cell) <= few
 
 
+def test_gradients_of_several_micro_batches_are_whole_until_the_last() -> None:
+    one = HeldTensors(12, 10, data_bytes=12, group=0, summed_bytes=2, reduced_bytes=4)
+    once, whole = 120 // 4 * 12, 120 // 4 * 8 + 120 * 2
+
+    def held(**steps: int) -> HeldState:
+        return HeldState("rows", (one,), **steps)
+
+    assert state_bytes(held(passes=4), MeshSettings(), 4) == once
+    assert state_bytes(held(passes=5), MeshSettings(), 4) == whole
+    assert state_bytes(held(passes=2), MeshSettings(sp=2), 4) == once, (
+        "all ranks of a sequence have a part of each pass"
+    )
+    assert state_bytes(held(passes=3), MeshSettings(sp=2), 4) == whole
+    assert state_bytes(held(passes=9), MeshSettings(), 1) == 120 * 12, "what is reduced is larger"
+    assert state_bytes(held(micro_steps=1, passes=9), MeshSettings(), 4) == once
+    assert state_bytes(held(micro_steps=2), MeshSettings(), 4) == whole
+    staged = HeldState("rows", (one._replace(layers=2),))
+    assert state_bytes(staged, MeshSettings(pp=2), 8) == whole, "a pipeline reduces after all backward passes"
+    known = KnownMemory(500, held(passes=4), (MeshMemory(4, {}, 10),))
+    fewer = predict(known, MeshSettings(), {}, 3)
+    assert fewer is not None
+    assert fewer.peak_bytes == 120 // 3 * 8 + 120 * 2 + 10
+
+
 @given(states, st.integers(1, 4), st.integers(1, 3), st.integers(1, 10))
 def test_all_ranks_together_have_at_least_the_whole_and_the_fullest_at_most_that(
     held: HeldState, tp: int, ep: int, cells: int
@@ -80,6 +107,7 @@ def test_all_ranks_together_have_at_least_the_whole_and_the_fullest_at_most_that
     shape = MeshSettings(tp=tp, ep=ep)
     world_size = cells * shape.cell
     reached = held.cut_by == "flat"
+    held = replace(held, passes=1, micro_steps=0)
     once = sum(each.rows * each.width * each.number * each.layers
                * (each.lane_bytes + each.data_bytes + each.reached_bytes * reached)
                for each in held.tensors)  # fmt: skip
