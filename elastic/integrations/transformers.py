@@ -2,6 +2,8 @@
 
     from elastic.integrations.transformers import Trainer      # instead of: from transformers import Trainer
 
+    class ElasticSFTTrainer(SFTTrainer, Trainer): ...          # for a Trainer of a library, or a script's own
+
 The training loop is `elastic.initialize` and its loader; everything around it is transformers' own. The global batch
 is `per_device_train_batch_size * gradient_accumulation_steps * max_workers`, at every number of workers. The loss is
 the mean over each micro-batch (`num_items_in_batch` is None). Checkpoints are the platform's.
@@ -91,20 +93,29 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         raise UsageError("Trainer.hyperparameter_search is not supported inside of a run; start one run per trial")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers' own. Under ZeRO stage 3 all ranks call it, and the weights go through rank 0's memory in the
-        type that the model computes in."""
+        """As transformers' own. Under ZeRO stage 3, and with FSDP2, all ranks call it, and the weights go through rank
+        0's memory, under ZeRO in the type that the model computes in."""
         engine = self.model_wrapped
         if not isinstance(engine, ElasticEngine):
             super().save_model(output_dir, _internal_call)
             return
         # Ranks that wait for rank 0's files are no hang.
         with api.busy("saving the model"):
-            if engine.zero_optimization_stage() != 3:
+            if self._engine_name == "deepspeed" and engine.zero_optimization_stage() != 3:
                 super().save_model(output_dir, _internal_call)
                 return
-            weights = engine._zero3_consolidated_16bit_state_dict()
+            weights = self._gathered(engine)
             if self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=weights)
+
+    def _gathered(self, engine: Any) -> Any:
+        """A state_dict of whole weights on rank 0, of a model that no rank has whole. Collective."""
+        if self._engine_name == "deepspeed":
+            return engine._zero3_consolidated_16bit_state_dict()
+        # Not at the top: with DeepSpeed nothing of it is needed.
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -139,8 +150,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         # A worker that joins does all of this before the others pause for it, and its model makes their passes.
         spec = spec_alone() or _spec()
         kind = engine_kind(spec.engine)
-        if kind.name != "deepspeed":
-            raise UsageError(f"elastic.integrations.transformers.Trainer trains with DeepSpeed, not {kind.name}")
+        self._engine_name = kind.name
         sizes = (("tp", max((spec.tp, *spec.tp_sizes))), ("pp", spec.pp), ("ep", spec.ep))
         apart = [f"{axis}: {size}" for axis, size in sizes if size > 1 or (axis == "ep" and spec.ep_changes)]
         if apart:
@@ -148,7 +158,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"elastic.integrations.transformers.Trainer and mesh: {{{apart[0]}}} are not supported together: it "
                 "would save what one rank has as the model; call elastic.initialize"
             )
-        config = transformers_arguments.engine_config(self.args, spec.engine_config)
+        config = transformers_arguments.engine_config(self.args, spec)
         dataset, collate = self._training_data()
         read: dict[str, Any] = {
             "collate_fn": collate,
@@ -158,14 +168,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         resolved = kind.resolve(config, spec, None)
         self._planned_steps = self._steps(dataset, resolved.global_batch)
         transformers_arguments.compile_model(self.args, self.model)
-        self.create_optimizer()
+        # Engines drop groups without parameters, which the scheduler would have counted: of adapters none is without
+        # weight decay.
+        groups = self.create_optimizer().param_groups
+        groups[:] = [group for group in groups if group["params"]]
         self.create_scheduler(num_training_steps=self._planned_steps, optimizer=self.optimizer)
         engine, self.optimizer, loader, scheduler = api.initialize(
             model=self.model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             config=config,
-            **self._ordered(dataset, config["train_micro_batch_size_per_gpu"], read),
+            **self._ordered(dataset, resolved.micro_batch, read),
         )
         if PartialState().distributed_type == DistributedType.NO:
             engine.begin_again("accelerate takes this process for one that trains alone")
@@ -295,12 +308,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _micro_batch(self, engine: Any, inputs: Any) -> bool:
         """Forward, backward and the engine's step; True where this was the last micro-batch of an optimizer step."""
-        engine.train()
-        share = engine.batch_share
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(engine, inputs)
-        engine.backward(loss)
+        share, self._passed = engine.batch_share, False
+        try:
+            self.training_step(engine, inputs, None)
+        except Exception as error:
+            # A collective of `compute_loss`, say: TRL gathers what it logs in each pass.
+            if not engine.abandons(error):
+                raise
+            return False
+        if not self._passed:
+            raise UsageError(
+                "elastic.integrations.transformers.Trainer: an override of training_step that does not call "
+                "super().training_step(...) is not supported; override compute_loss"
+            )
         if share:
             self.current_flos += float(self.floating_point_ops(inputs))
         last = bool(engine.is_gradient_accumulation_boundary())
@@ -316,6 +336,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.state.global_step += 1
             self.state.epoch = self._epochs_done()
         return last
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """The passes of a micro-batch through the engine. Returns the loss, detached."""
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss: torch.Tensor = self.compute_loss(model, inputs)
+        model.backward(loss)
+        self._passed = True
+        return loss.detach()
 
     def _whole_loss(self, engine: Any) -> torch.Tensor:
         """The mean over the global batch, at every number of ranks. Gathered in each step, as transformers gathers the
@@ -338,14 +368,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _after(self, engine: Any, epoch: int, ignore_keys: list[str] | None) -> None:
         """Logs, evaluates and asks for a save where the arguments say so; what the next function needs is kept."""
+        asked, self._saved = self.control.should_save, False
         with api.busy("evaluating"):
             self._maybe_log_save_evaluate(
                 self._tr_loss, engine.get_global_grad_norm(), engine, None, epoch, ignore_keys, self._began, self._rate
             )
+        if asked and not self._saved:
+            # An override writes something else: the platform's is not left out for it.
+            engine.save_checkpoint()
         self._keep()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The platform's own save, of this step."""
+        self._saved = True
         self.model_wrapped.save_checkpoint()
 
     def _keep(self) -> None:

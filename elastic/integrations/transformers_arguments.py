@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
 
 _PLATFORM = "the platform distributes the model; the job's `deepspeed` key says how"
 _RESUME = "the platform saves and resumes by itself: `elastic resume RUN`"
@@ -29,8 +30,9 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "fp16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
     "bf16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
 }
-# Keys of DeepSpeed's configuration that are arguments too.
+# Keys of an engine's configuration that are arguments too.
 _SAME: Mapping[str, str] = {
+    "micro_batch": "per_device_train_batch_size",
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
@@ -38,42 +40,72 @@ _SAME: Mapping[str, str] = {
 _METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
 # Methods of a Trainer that the elastic loop does not call: what they change would be lost without a word.
 _NOT_CALLED: Mapping[str, str] = {
-    "training_step": "override compute_loss",
     "get_train_dataloader": "pass train_dataset and data_collator",
     "_get_train_sampler": "the platform orders the samples, by the job's `seed`",
     "get_batch_samples": "override compute_loss",
-    "_save_checkpoint": _RESUME,
 }
 
 
 def refuse(trainer: Any, base: type) -> None:
     """Raises UsageError with the first argument or method of `trainer` that an elastic run cannot honour."""
+    for name in _not_called(type(trainer), base):
+        mine = type(trainer).__name__
+        raise UsageError(
+            f"elastic.integrations.transformers.Trainer stands before {name} in the bases of {mine}, whose methods it "
+            f"would hide; put it last: class {mine}({name}, Trainer)"
+        )
     for what, instead in _refused(trainer, base):
         raise UsageError(f"elastic.integrations.transformers.Trainer: {what} is not supported; {instead}")
 
 
-def engine_config(args: Any, job: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The DeepSpeed configuration: the job's, and from the arguments what it leaves open.
+def engine_config(args: Any, spec: GenerationSpec) -> dict[str, Any]:
+    """The engine's configuration: the job's, and from the arguments what it leaves open.
 
-    A `train_batch_size` of the job stands. Raises UsageError where both give the size of a micro-batch, the steps of
+    A global batch of the job stands. Raises UsageError where both give the size of a micro-batch, the steps of
     accumulation or a precision, and they differ. The job's `gradient_clipping` goes before max_grad_norm.
     """
-    config = dict(job or {})
+    config = dict(spec.engine_config or {})
+    if spec.engine == "deepspeed":
+        _add_batch(config, args)
+    else:
+        config.setdefault("micro_batch", args.per_device_train_batch_size)
+        if spec.batch.global_batch is None:
+            workers = max(spec.max_world_size, spec.world_size)
+            a_worker = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            config.setdefault("global_batch", a_worker * workers)
+    for key, name in _SAME.items():
+        if key in config and config[key] != getattr(args, name):
+            job = f"the job's `{spec.engine}`"
+            raise UsageError(f"{name} is {getattr(args, name)}, and {key} in {job} is {config[key]}")
+    if args.max_grad_norm:
+        config.setdefault("gradient_clipping", float(args.max_grad_norm))
+    (_add_precision if spec.engine == "deepspeed" else _add_param_dtype)(config, args)
+    return config
+
+
+def _add_batch(config: dict[str, Any], args: Any) -> None:
     if "train_batch_size" not in config:
         config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
     config.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
-    for key, name in _SAME.items():
-        if key in config and config[key] != getattr(args, name):
-            raise UsageError(f"{name} is {getattr(args, name)}, and {key} in the job's `deepspeed` is {config[key]}")
-    if args.max_grad_norm:
-        config.setdefault("gradient_clipping", float(args.max_grad_norm))
+
+
+def _add_param_dtype(config: dict[str, Any], args: Any) -> None:
+    """Masters stay in fp32, as with accelerate."""
+    if args.fp16:
+        raise UsageError("TrainingArguments.fp16 needs a loss scaler, which engine fsdp2 does not have; set bf16")
+    if args.bf16 and config.setdefault("param_dtype", "bfloat16") != "bfloat16":
+        raise UsageError(
+            f"TrainingArguments.bf16 is set, and param_dtype in the job's `fsdp2` is {config['param_dtype']}"
+        )
+
+
+def _add_precision(config: dict[str, Any], args: Any) -> None:
     for name in ("bf16", "fp16"):
         enabled = bool((config.get(name) or {}).get("enabled"))
         if getattr(args, name) and not enabled:
             if name in config:
                 raise UsageError(f"TrainingArguments.{name} is set, and the job's `deepspeed` switches {name} off")
             config[name] = {"enabled": True}
-    return config
 
 
 def compile_model(args: Any, model: Any) -> None:
@@ -97,6 +129,13 @@ def _refused(trainer: Any, base: type) -> Iterator[tuple[str, str]]:
     for name, instead in _NOT_CALLED.items():
         if _overridden(trainer, base, name):
             yield f"an override of {name}", instead
+
+
+def _not_called(kind: type, base: type) -> Iterator[str]:
+    """Classes that come after `base`, and before transformers' own."""
+    order = kind.__mro__
+    for each in order[order.index(base) + 1 : order.index(base.__bases__[0])]:
+        yield each.__name__
 
 
 def _overridden(trainer: Any, base: type, name: str) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings, GenerationSpec
 from elastic.engines import foreign_loops
 
 
@@ -152,27 +153,80 @@ class TestArguments:
     def test_an_override_that_would_not_be_called_is_named(self) -> None:
         from elastic.integrations.transformers_arguments import refuse
 
-        class Base:
+        class Theirs:
             args = self.arguments()
 
-            def training_step(self) -> None: ...
+            def get_train_dataloader(self) -> None: ...
 
-        class Users(Base):
-            def training_step(self) -> None: ...
+        class Ours(Theirs):
+            pass
 
-        refuse(Base(), Base)
-        with pytest.raises(UsageError, match="an override of training_step is not supported; override compute_loss"):
-            refuse(Users(), Base)
+        class Users(Ours):
+            def get_train_dataloader(self) -> None: ...
+
+        refuse(Ours(), Ours)
+        with pytest.raises(UsageError, match="an override of get_train_dataloader is not supported; pass train_datase"):
+            refuse(Users(), Ours)
+
+    def test_a_trainer_of_a_library_comes_before_ours(self) -> None:
+        """Behind it, its methods would be hidden: TRL's SFTTrainer would train without its own `training_step`."""
+        from elastic.integrations.transformers_arguments import refuse
+
+        class Theirs:
+            args = self.arguments()
+
+        class Ours(Theirs):
+            pass
+
+        class SFTTrainer(Theirs):
+            pass
+
+        class First(SFTTrainer, Ours):
+            pass
+
+        class Behind(Ours, SFTTrainer):
+            pass
+
+        refuse(First(), Ours)
+        with pytest.raises(UsageError, match=r"put it last: class Behind\(SFTTrainer, Trainer\)"):
+            refuse(Behind(), Ours)
+
+    def spec(self, **given: Any) -> GenerationSpec:
+        return GenerationSpec("run", 1, 0, 2, max_world_size=3, **given)
 
     def test_the_configuration_is_the_jobs_and_what_it_leaves_open(self) -> None:
         from elastic.integrations.transformers_arguments import engine_config
 
-        config = engine_config(self.arguments(), {"zero_optimization": {"stage": 1}})
+        config = engine_config(self.arguments(), self.spec(engine_config={"zero_optimization": {"stage": 1}}))
         assert config == {
             "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
             "gradient_clipping": 1.0,
         }  # fmt: skip
         job = {"train_batch_size": 64, "gradient_clipping": 0.5}
-        assert engine_config(self.arguments(), job) == {**job, "train_micro_batch_size_per_gpu": 4}
+        assert engine_config(self.arguments(), self.spec(engine_config=job)) == {
+            **job,
+            "train_micro_batch_size_per_gpu": 4,
+        }
         with pytest.raises(UsageError, match="per_device_train_batch_size is 4, and train_micro_batch_size_per_gpu"):
-            engine_config(self.arguments(), {"train_micro_batch_size_per_gpu": 8})
+            engine_config(self.arguments(), self.spec(engine_config={"train_micro_batch_size_per_gpu": 8}))
+
+    def test_with_fsdp2_too(self) -> None:
+        from elastic.integrations.transformers_arguments import engine_config
+
+        plain = {"micro_batch": 4, "global_batch": 24, "gradient_clipping": 1.0}
+        assert engine_config(self.arguments(), self.spec(engine="fsdp2")) == plain
+        in_bf16 = SimpleNamespace(**{**vars(self.arguments()), "bf16": True})
+        assert engine_config(in_bf16, self.spec(engine="fsdp2")) == {**plain, "param_dtype": "bfloat16"}
+        given = BatchSettings(global_batch=8)
+        assert "global_batch" not in engine_config(self.arguments(), self.spec(engine="fsdp2", batch=given))
+        for config, arguments, words in (
+            (
+                {"micro_batch": 8},
+                self.arguments(),
+                "per_device_train_batch_size is 4, and micro_batch in the job's `fsd",
+            ),
+            ({"param_dtype": "float32"}, in_bf16, "bf16 is set, and param_dtype in the job's `fsdp2` is float32"),
+            ({}, SimpleNamespace(**{**vars(self.arguments()), "fp16": True}), "fp16 needs a loss scaler"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                engine_config(arguments, self.spec(engine="fsdp2", engine_config=config))
