@@ -380,8 +380,8 @@ class Run:
             own = Counter(index for indices in by_rank.values() for index in indices)
             assert all(count % copies == 0 for count in own.values()), f"step {step} of generation {generation}"
             counted.update({index: count // copies for index, count in own.items()})
-        odd = {index: counted[index] for index in range(total) if counted[index] != epochs}
-        assert not odd and len(counted) == total, f"not given once in each of {epochs} epochs: {odd}; of steps: {given}"
+        odd = dict(counted.items() ^ dict.fromkeys(range(total), epochs).items())
+        assert not odd, f"not given once in each of {epochs} epochs: {odd}; of steps: {given}"
 
     def assert_time_is_accounted_for(self) -> None:
         """The ledger's owners sum to the time from the controller's first record to the ledger itself."""
