@@ -143,12 +143,21 @@ def between_steps(config: dict[str, Any], data: Numbers) -> None:
             restored(coordinator, report)
 
         def count(coordinator: Any, report: Any) -> None:
-            if vars(coordinator).pop("kept", 0) or report.audit:
-                # A rank without a micro-batch of its own has read one for its padding pass; audits come last.
+            # A rank without a micro-batch of its own has read one for its padding pass; audits come last.
+            if vars(coordinator).pop("kept", 0) or report.audit or _begins(coordinator, report.step):
                 del _LOOP[0][1].given[report.samples :]
             step_done(coordinator, report)
 
         kind.restored, kind.step_done = note, count
+
+
+def _begins(coordinator: Any, step: int) -> bool:
+    """The generation with this step, in which a padding pass had nothing to copy; of a cell its first rank, which alone
+    says how many samples were its own."""
+    generation = context.current()
+    assert generation is not None
+    spec = generation.scope.spec
+    return spec.rank == spec.mesh.cell(spec.rank).start and step == vars(coordinator).get("begun", -1) + 1
 
 
 def _boundary(coordinator: Any, step: int) -> Any:
