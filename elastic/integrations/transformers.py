@@ -24,7 +24,7 @@ from elastic.core.generation_spec import GenerationSpec
 from elastic.data import hugging_face, stream
 from elastic.engines.foreign_loops import OWN
 from elastic.engines.select import engine_kind
-from elastic.integrations import transformers_arguments
+from elastic.integrations import transformers_arguments, transformers_weights
 from elastic.training import api, context
 from elastic.training.data.stream.foreign import is_hugging_face, streamed
 from elastic.training.engine import ElasticEngine
@@ -101,21 +101,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return
         # Ranks that wait for rank 0's files are no hang.
         with api.busy("saving the model"):
-            if self._engine_name == "deepspeed" and engine.zero_optimization_stage() != 3:
+            weights = transformers_weights.gathered(engine, self.model)
+            if weights is None:
                 super().save_model(output_dir, _internal_call)
-                return
-            weights = self._gathered(engine)
-            if self.args.should_save:
+            elif self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=weights)
 
-    def _gathered(self, engine: Any) -> Any:
-        """A state_dict of whole weights on rank 0, of a model that no rank has whole. Collective."""
-        if self._engine_name == "deepspeed":
-            return engine._zero3_consolidated_16bit_state_dict()
-        # Not at the top: with DeepSpeed nothing of it is needed.
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with transformers_weights.told_of(self.model_wrapped):
+            return super().evaluation_loop(*args, **kwargs)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -128,6 +122,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         engine, loader = self._initialize()
+        with transformers_weights.told_of(engine):
+            return self._trained(engine, loader, ignore_keys_for_eval)
+
+    def _trained(self, engine: Any, loader: Any, ignore_keys: list[str] | None) -> Any:
         if loader.plan.adaptive is not None:
             raise UsageError(
                 "batch.adaptive does not go with Trainer, which counts epochs in steps of one size; leave it out"
@@ -135,12 +133,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._begin_state(loader.plan.global_batch, loader.plan.dataset_size)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if self.args.eval_on_start and self.state.global_step == 0:
-            self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+            self._evaluate(None, ignore_keys, skip_scheduler=True)
         # A number of steps that is not reached in the epochs: they are repeated.
         epochs = None if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs)
         if self.state.global_step < self.state.max_steps:
             for epoch in api.epochs(epochs):
-                self._elastic_epoch(engine, loader, epoch, ignore_keys_for_eval)
+                self._elastic_epoch(engine, loader, epoch, ignore_keys)
                 if self.control.should_training_stop:
                     break
         samples = self.state.max_steps * loader.plan.global_batch
@@ -150,7 +148,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         # A worker that joins does all of this before the others pause for it, and its model makes their passes.
         spec = spec_alone() or _spec()
         kind = engine_kind(spec.engine)
-        self._engine_name = kind.name
         sizes = (("tp", max((spec.tp, *spec.tp_sizes))), ("pp", spec.pp), ("ep", spec.ep))
         apart = [f"{axis}: {size}" for axis, size in sizes if size > 1 or (axis == "ep" and spec.ep_changes)]
         if apart:
@@ -183,6 +180,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if PartialState().distributed_type == DistributedType.NO:
             engine.begin_again("accelerate takes this process for one that trains alone")
         engine.followers = frozenset({"accelerate", "transformers"})
+        transformers_weights.mark_others(engine, vars(self).values())
         # Not to be prepared for an evaluation: accelerate would move the weights away from where ZeRO has them.
         self.accelerator._models.append(self.model)
         self.lr_scheduler = scheduler

@@ -1,4 +1,4 @@
-"""Scripts of TRL and PEFT, as training functions of the process tests: their Trainers over elastic's."""
+"""Scripts of TRL, PEFT and transformers' own Trainers, as training functions of the process tests."""
 
 from __future__ import annotations
 
@@ -42,16 +42,58 @@ def dataset(kind: str, size: int) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def trains(config: dict[str, Any]) -> None:
-    """`kind`: SFT or DPO; `lora`: the adapters of PEFT alone."""
+def translations(size: int) -> Any:
+    import datasets
+
+    rows = [
+        {"input_ids": [3 + (n + k) % 17 for k in range(4)], "labels": [3 + (n + k) % 17 for k in range(2 + n % 3)]}
+        for n in range(size)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def of_library(config: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """(its Trainer, its arguments, what is given to both), each as in its documentation."""
     import peft
+    import transformers
     import trl
 
+    if config["kind"] == "Seq2Seq":
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+        torch.manual_seed(3)
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0)
+        )
+        more: dict[str, Any] = {
+            "model": model, "data_collator": transformers.DataCollatorForSeq2Seq(tokenizer(), model),
+            # As many to the rank, of two as of three: transformers keeps those that fill up the last batch here.
+            "train_dataset": translations(37), "eval_dataset": translations(12),
+            # Without metrics transformers generates nothing.
+            "compute_metrics": lambda found: {"rows": len(found.predictions)},
+        }  # fmt: skip
+        return transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, more
+    described = {"family": "Llama", "model": {"max_position_embeddings": 32}}
+    more = {
+        "model": model_of(described), "train_dataset": dataset(config["kind"], 37),
+        "eval_dataset": dataset(config["kind"], 10),
+    }  # fmt: skip
+    if config.get("lora"):
+        more["peft_config"] = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1
+        )
+    elif config["kind"] == "DPO":
+        # TRL would read it anew from where the model is from.
+        more["ref_model"] = model_of(described)
+    return *{"SFT": (trl.SFTTrainer, trl.SFTConfig), "DPO": (trl.DPOTrainer, trl.DPOConfig)}[config["kind"]], more
+
+
+def trains(config: dict[str, Any]) -> None:
+    """`kind`: SFT, DPO or Seq2Seq; `lora`: the adapters of PEFT alone."""
     import elastic
     from elastic.integrations.transformers import Trainer
 
     crew.told["calls"] = crew.told.get("calls", 0) + 1
-    base, arguments = {"SFT": (trl.SFTTrainer, trl.SFTConfig), "DPO": (trl.DPOTrainer, trl.DPOConfig)}[config["kind"]]
+    base, arguments, given = of_library(config)
 
     class Elastic(base, Trainer):  # type: ignore[misc, valid-type]
         pass
@@ -64,16 +106,17 @@ def trains(config: dict[str, Any]) -> None:
                 crew.stay()
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    described = {"family": "Llama", "model": {"max_position_embeddings": 32}}
-    # TRL would read it anew from where the model is from.
-    reference = {"ref_model": model_of(described)} if config["kind"] == "DPO" and not config.get("lora") else {}
-    made = model_of(described)
-    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            """As if each rank's text came to its end at another length."""
+            if config["kind"] == "Seq2Seq":
+                kwargs["max_new_tokens"] = 2 + elastic.get_context().rank
+            return super().prediction_step(*args, **kwargs)
+
     trainer = Stopped(
-        model=made,
         args=arguments(
             output_dir=config["url"],
             per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
             gradient_accumulation_steps=2,
             learning_rate=1e-2,
             warmup_steps=3,
@@ -86,12 +129,10 @@ def trains(config: dict[str, Any]) -> None:
             report_to=[],
             bf16=False,
             disable_tqdm=True,
+            **({"predict_with_generate": True} if config["kind"] == "Seq2Seq" else {}),
         ),
-        train_dataset=dataset(config["kind"], 37),
-        eval_dataset=dataset(config["kind"], 10),
         processing_class=tokenizer(),
-        peft_config=adapters if config.get("lora") else None,
-        **reference,
+        **given,
     )
     crew.point("set up")
     trainer.train()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from elastic.engines.fsdp2 import experts, tensor_parallel
@@ -26,6 +26,10 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 # Sharded parameters by name, of models that belong to no process group at present.
 _released: WeakKeyDictionary[nn.Module, Mapping[str, DTensor]] = WeakKeyDictionary()
+
+
+# Models whose `generate` gathers what the root has.
+_generating: WeakSet[nn.Module] = WeakSet()
 
 
 class Belongings:
@@ -50,6 +54,14 @@ def is_released(model: nn.Module) -> bool:
     return model in _released
 
 
+def gather_to_generate(model: nn.Module) -> None:
+    """An encoder and a decoder are called by `generate` itself, and not in a pass of the model, where what both share
+    would be gathered."""
+    if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
+        register_fsdp_forward_method(model, "generate")
+        _generating.add(model)
+
+
 def release(model: nn.Module) -> None:
     """Undo `fully_shard`: the model has parameters on the meta device, and no values, until it is sharded again.
 
@@ -60,6 +72,9 @@ def release(model: nn.Module) -> None:
             _undo(module)
         for mark in _MARKS:
             vars(module).pop(mark, None)
+    if model in _generating:
+        _generating.discard(model)
+        vars(model).pop("generate", None)
     tensor_parallel.undo(model)
     experts.undo(model)
     sharded = {name: tensor for name, tensor in named_parameters(model) if isinstance(tensor, DTensor)}

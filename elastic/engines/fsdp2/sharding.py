@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2 import deferred
-from elastic.engines.fsdp2.belongings import adopt, is_released, parameter_groups
+from elastic.engines.fsdp2.belongings import adopt, gather_to_generate, is_released, parameter_groups
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, Meshes, make_meshes
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
@@ -110,6 +110,7 @@ def shard_units(
         if not isinstance(part, FSDPModule):
             fully_shard(part, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    gather_to_generate(model)
 
 
 def _shard_experts(

@@ -1,0 +1,62 @@
+"""Weights of a Trainer's model that no rank has whole: under ZeRO stage 3, and with FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from elastic.training.engine import ElasticEngine
+
+
+def by_stage_3(engine: Any) -> bool:
+    """Of an engine; not of the model, where there is none yet."""
+    return isinstance(engine, ElasticEngine) and _by_deepspeed(engine) and engine.zero_optimization_stage() == 3
+
+
+def _by_deepspeed(engine: ElasticEngine) -> bool:
+    return hasattr(engine, "zero_optimization_stage")
+
+
+def gathered(engine: ElasticEngine, model: torch.nn.Module) -> Any:
+    """A state_dict of whole weights on rank 0; None where each rank has them. Collective."""
+    if _by_deepspeed(engine):
+        return engine._zero3_consolidated_16bit_state_dict() if by_stage_3(engine) else None
+    # Not at the top: with DeepSpeed nothing of it is needed.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+@contextmanager
+def told_of(engine: Any) -> Iterator[None]:
+    """Under ZeRO stage 3: libraries ask transformers for it, to gather a weight that they use outside of its module,
+    and to have ranks generate until the last of them is done. Of FSDP2's models they know by themselves."""
+    # Not at the top: whose import fails says which extra is missing.
+    from transformers.integrations import deepspeed as integration
+
+    if not by_stage_3(engine) or integration.is_deepspeed_zero3_enabled():
+        yield
+        return
+    # It is known for as long as this is there. A model that is made meanwhile is partitioned as it is made.
+    told = integration.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        yield
+    finally:
+        del told
+        integration.unset_hf_deepspeed_config()
+
+
+def mark_others(engine: Any, held: Iterable[Any]) -> None:
+    """Under ZeRO stage 3 TRL asks of every weight by itself whether it is whole: those of models that the engine does
+    not train, as a reference, are."""
+    if not by_stage_3(engine):
+        return
+    # DeepSpeed's enumeration.
+    status = type(next(engine.module.parameters()).ds_status)
+    models = [each for each in held if isinstance(each, torch.nn.Module)]
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        if not hasattr(parameter, "ds_id"):
+            vars(parameter)["ds_status"] = status.AVAILABLE
