@@ -13,7 +13,7 @@ import torch
 from elastic.checkpoint.folder import open_folder
 from elastic.core.errors import UsageError
 from elastic.interchange.distributed import write_dcp
-from elastic.interchange.hugging_face import hugging_face_prefix, write_configuration
+from elastic.interchange.hugging_face import hugging_face_prefix, refuse_adapters, write_configuration
 from elastic.interchange.output_folder import OutputFolder, output_folder
 from elastic.interchange.safetensors_files import write_safetensors
 from elastic.interchange.state_dict import ExportedState, export_dtype
@@ -58,6 +58,8 @@ def export(
     cast = export_dtype(dtype)
     folder, manifest = open_folder(address_of(checkpoint))
     source = CheckpointTensors(folder, manifest)
+    if to == "hf":
+        refuse_adapters(source)
     state = ExportedState(source, cast, hugging_face_prefix(source) if to == "hf" else "")
     about: dict[str, Any] = {
         "made_by": f"ray-elastic {version('ray-elastic')}",

@@ -19,6 +19,18 @@ def hugging_face_prefix(source: CheckpointTensors) -> str:
     return str((source.model.get("hugging_face") or {}).get("prefix", ""))
 
 
+def refuse_adapters(source: CheckpointTensors) -> None:
+    """Raises UsageError where the model has PEFT's: `from_pretrained` would find none of the names, and begin anew with
+    a warning."""
+    adapters = source.model.get("adapters")
+    if adapters:
+        raise UsageError(
+            f"checkpoint {source.manifest.id} is of a model with adapters of PEFT ({', '.join(adapters)}), in whose "
+            "names from_pretrained finds no weight: write them with trainer.save_model() or model.save_pretrained(DIR) "
+            "at the end of the training function, or export --to safetensors"
+        )
+
+
 def write_configuration(
     source: CheckpointTensors, state: ExportedState, output: OutputFolder, config: str | os.PathLike[str] | None
 ) -> None:

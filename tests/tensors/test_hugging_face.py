@@ -100,6 +100,20 @@ class TestFromPretrained:
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
         assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
+    @pytest.mark.filterwarnings("ignore")
+    def test_adapters_are_refused_by_name(self, tmp_path: Path, transformers: Any) -> None:
+        """Seen: `from_pretrained` found none of the names and began with random weights, with a warning."""
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        adapted = peft.get_peft_model(
+            self.tiny(transformers), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        )
+        checkpoint = checkpoint_of(adapted, tmp_path)
+        for config in (None, tmp_path):
+            with pytest.raises(UsageError, match=r"adapters of PEFT \(default\).*trainer\.save_model"):
+                elastic.export(checkpoint, tmp_path / "hf", to="hf", config=config)
+        assert not (tmp_path / "hf").exists()
+        assert (elastic.export(checkpoint, tmp_path / "all", to="safetensors") / "model.safetensors").exists()
+
 
 class TestConfigurationFromAFolder:
     def test_is_copied_and_weights_are_not(self, tmp_path: Path) -> None:

@@ -16,16 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 def describe(model: torch.nn.Module) -> dict[str, Json]:
-    """`class`; `aliases`: every further name of a shared (tied) tensor -> its first; `hugging_face`, see below.
+    """`class`; `aliases`: every further name of a shared (tied) tensor -> its first; `hugging_face`, see below;
+    `adapters`: names of PEFT's, where the model has any.
 
     `hugging_face` is None, or the configuration of the first Hugging Face model in `model`, with the `prefix` of its
     names ("" for the model itself, else for example "lm."). transformers is not imported.
     """
-    return {
+    said: dict[str, Json] = {
         "class": type(unwrapped(model)).__qualname__,
         "aliases": aliases(model),
         "hugging_face": _hugging_face(model),
     }
+    adapters = _adapters(model)
+    return {**said, "adapters": adapters} if adapters else said
 
 
 def aliases(model: torch.nn.Module) -> dict[str, str]:
@@ -40,6 +43,14 @@ def aliases(model: torch.nn.Module) -> dict[str, str]:
             if first.setdefault(id(tensor), name) != name:
                 found[name] = first[id(tensor)]
     return found
+
+
+def _adapters(model: torch.nn.Module) -> list[str]:
+    found: set[str] = set()
+    for _, module in named_modules(model):
+        given = getattr(module, "peft_config", None)
+        found |= set(map(str, given)) if isinstance(given, Mapping) else set()
+    return sorted(found)
 
 
 def _hugging_face(model: torch.nn.Module) -> Json:
