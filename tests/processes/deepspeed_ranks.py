@@ -163,12 +163,12 @@ def verdict_of(check: Callable[..., None], *arguments: Any) -> str:
     return ""
 
 
-def verdicts_of(program: str, folder: Path) -> dict[str, str]:
+def verdicts_of(program: str, folder: Path, *more: str) -> dict[str, str]:
     """What such a program writes, run in a process of its own: the fake group, DeepSpeed's globals and the environment
     stay there."""
     here, report = Path(__file__).parent, folder / "verdicts.json"
     done = subprocess.run(
-        [sys.executable, str(here / program), str(report)],
+        [sys.executable, str(here / program), str(report), *more],
         env=os.environ | {"PYTHONPATH": str(here.parent.parent)},
         capture_output=True,
         text=True,

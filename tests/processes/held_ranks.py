@@ -21,6 +21,10 @@ PERSISTENCE_THRESHOLD = 1002
 # Every combination: ZeRO's options are added to its stage.
 BF16, FP32_SUMS = {"bf16": {"enabled": True}}, {"data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 0}}
+# Masters in half precision; with the optimizer's states in fp32 DeepSpeed wants its CPUAdam.
+BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+ALL_BF16 = {"bf16": {**BF16_MASTERS["bf16"], "bf16_optimizer_states": True}}
+FP16_MASTERS = {"fp16": {**FP16["fp16"], "fp16_master_weights_and_grads": True}}
 OPTIMIZER, PARAMETERS = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
@@ -31,6 +35,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     },
     **{f"bf16-{stage}": (stage, BF16, {}, "AdamW") for stage in range(4)},
     **{f"bf16-fp32-sums-{stage}": (stage, BF16 | FP32_SUMS, {}, "SGD") for stage in (1, 2, 3)},
+    **{f"bf16-masters-{stage}": (stage, ALL_BF16, {}, "AdamW") for stage in (1, 2, 3)},
     "bf16-immediate-1": (1, {"bf16": {"enabled": True, "immediate_grad_update": True}} | FP32_SUMS, {}, "AdamW"),
     **{f"fp16-{stage}": (stage, FP16, {}, "SGD") for stage in range(4)},
     **{f"fp16-fp32-sums-{stage}": (stage, FP16 | FP32_SUMS, {}, "AdamW") for stage in (1, 2, 3)},
@@ -40,6 +45,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "offload-parameters-3": (3, BF16, OPTIMIZER | PARAMETERS, "AdamW"),
     "offload-parameters-alone-3": (3, BF16 | FP32_SUMS, PARAMETERS, "SGD"),
 }
+# DeepSpeed's CPUAdam is compiled where no cache has it.
+COMPILED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    **{f"offload-bf16-masters-{stage}": (stage, BF16_MASTERS, OPTIMIZER, "CPUAdam") for stage in (1, 2, 3)},
+    **{f"offload-fp16-masters-{stage}": (stage, FP16_MASTERS, OPTIMIZER, "CPUAdam") for stage in (1, 2, 3)},
+}
+EVERY = {**CASES, **COMPILED}
 # With stage 3 only rank 0 trains here: the others compare their order of modules with what it never sends.
 WORLDS = {1: (0,), 3: (0, 1, 2), 64: (0, 31, 63)}
 
@@ -47,12 +58,13 @@ WORLDS = {1: (0,), 3: (0, 1, 2), 64: (0, 31, 63)}
 def make_engine(case: str) -> Any:
     import deepspeed
     import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     class Flat(torch.nn.Module):
         def forward(self) -> torch.Tensor:
             return torch.stack([parameter.float().sum() for parameter in self.parameters()]).sum() / 1000
 
-    stage, more, zero, optimizer = CASES[case]
+    stage, more, zero, optimizer = EVERY[case]
     model = Flat()
     for name, numel in (*(tensor for group in GROUPS for tensor in group), FROZEN):
         trained = name != FROZEN[0]
@@ -75,6 +87,7 @@ def make_engine(case: str) -> Any:
     base: Any = {
         "AdamW": lambda: torch.optim.AdamW(groups, lr=0.01),
         "SGD": lambda: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+        "CPUAdam": lambda: DeepSpeedCPUAdam(groups, lr=0.01),
     }[optimizer]()
     engine, *_ = deepspeed.initialize(model=model, optimizer=base, config=config, dist_init_required=False)
     return engine
@@ -145,7 +158,7 @@ def not_told(case: str, engine: Any, rank: int, world_size: int) -> int:
     Negative where bytes are reported that have no memory of their own: what one rank alone has gathered is its part,
     and with offload no sums are kept of a partition that is padding.
     """
-    (stage, _, zero, _), wrapper = CASES[case], engine.optimizer
+    (stage, _, zero, _), wrapper = EVERY[case], engine.optimizer
     weight = next(engine.module.parameters()).element_size()
     totals = [sum(numel for _, numel in group) for group in GROUPS]
     if stage == 3:
@@ -167,14 +180,18 @@ def not_told(case: str, engine: Any, rank: int, world_size: int) -> int:
 
 def on_host(case: str, engine: Any) -> int:
     """Bytes of what DeepSpeed puts there with offload, by its own names."""
-    (stage, _, zero, _), wrapper = CASES[case], engine.optimizer
+    import torch
+
+    (stage, _, zero, _), wrapper = EVERY[case], engine.optimizer
     tensors: list[Any] = []
     if "offload_param" in zero:
         tensors += [parameter.ds_tensor for parameter in engine.module.parameters()]
     if "offload_optimizer" in zero:
         masters = wrapper.fp32_partitioned_groups_flat if stage == 3 else wrapper.single_partition_of_fp32_groups
         tensors += [*masters, *(master.grad for master in masters)]
-        tensors += [tensor for state in wrapper.optimizer.state.values() for tensor in state.values() if tensor.dim()]
+        kept = [value for state in wrapper.optimizer.state.values() for value in state.values()]
+        # CPUAdam counts its steps in a number.
+        tensors += [value for value in kept if isinstance(value, torch.Tensor) and value.dim()]
         if stage == 3:
             tensors.append(wrapper.grad_partitions_flat_buffer)
         else:
@@ -188,7 +205,7 @@ def to_device(case: str, engine: Any) -> None:
     """Torch's meta device is that of this engine from now on: what is not offloaded lies there."""
     import torch
 
-    (stage, _, zero, _), wrapper = CASES[case], engine.optimizer
+    (stage, _, zero, _), wrapper = EVERY[case], engine.optimizer
     groups = [*wrapper.fp16_groups] if stage == 3 else [*wrapper.bit16_groups, *wrapper.round_robin_bit16_groups]
     for name, parameter in list(engine.module.named_parameters()):
         moved = torch.nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
@@ -222,7 +239,7 @@ def check_rank(case: str, engine: Any, rank: int, world_size: int) -> None:
     from elastic.engines.deepspeed.state.open import zero_state
     from elastic.training.watch.held_state import held_state
 
-    stage, *_ = CASES[case]
+    stage, *_ = EVERY[case]
     real = train(engine, stage) - not_told(case, engine, rank, world_size)
     held, own = held_state(deepspeed_ranks.open_state(engine).sharded, torch.device("cpu"), 1)
     assert own == real, (own, real)
@@ -278,7 +295,7 @@ def main() -> None:
     # DeepSpeed believes that a CPU cannot compute in fp16; torch can.
     get_accelerator().is_fp16_supported = lambda: True
     verdicts = {}
-    for case, (stage, *_) in CASES.items():
+    for case, (stage, *_) in (COMPILED if "compiled" in sys.argv else CASES).items():
         for world_size, ranks in WORLDS.items():
             for rank in ranks if stage < 3 else ranks[:1]:
                 verdict = deepspeed_ranks.verdict_of(judge, case, rank, world_size)

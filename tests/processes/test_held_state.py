@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from crew import Crew
 from deepspeed_ranks import verdicts_of
-from held_ranks import CASES, WORLDS
+from held_ranks import CASES, COMPILED, WORLDS
 
 from elastic.core.generation_spec import BatchSettings
 
@@ -23,6 +23,17 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_rank_tells_what_deepspeed_has_allocated(case: str, verdicts: dict[str, str]) -> None:
+    _agree(case, verdicts)
+
+
+@pytest.mark.slow
+def test_with_masters_in_half_precision_and_deepspeeds_adam_of_the_host(tmp_path: Path) -> None:
+    verdicts = verdicts_of("held_ranks.py", tmp_path, "compiled")
+    for case in COMPILED:
+        _agree(case, verdicts)
+
+
+def _agree(case: str, verdicts: dict[str, str]) -> None:
     found = {name: verdict for name, verdict in verdicts.items() if name.rsplit("-", 3)[0] == case}
     assert len(found) == (len(WORLDS) if case.endswith("3") else sum(map(len, WORLDS.values())))
     assert "".join(found.values()) == ""

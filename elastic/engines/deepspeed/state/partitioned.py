@@ -73,8 +73,9 @@ class PartitionedState(ZeroState):
             yield Beside("lane", element_bytes=sums.itemsize if wrapper.use_grad_accum_attribute else None)
         elif sums == torch.float32 != wrapper.dtype:
             yield Beside("part", device, sums.itemsize)
-        else:
-            # With offload only where a step has several micro-batches: in a smaller world it may.
+        elif not (wrapper.cpu_offload and wrapper.low_precision_master_weights_and_grads):
+            # With offload only where a step has several micro-batches: in a smaller world it may. Where masters are in
+            # half precision they are added up in the masters' own gradients.
             yield Beside("reached", None if wrapper.cpu_offload else device)
         if wrapper.cpu_offload:
             yield Beside("part", element_bytes=wrapper.master_weights_and_grads_dtype.itemsize)
