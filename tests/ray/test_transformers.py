@@ -23,18 +23,26 @@ entry_point: {here}/hf_loop.py:main
 config: {{folder: {folder}, name: {name}, steps: 16}}
 min_workers: 2
 max_workers: 3
-deepspeed:
-  train_micro_batch_size_per_gpu: 2
-  gradient_accumulation_steps: 2
-  zero_optimization: {{stage: {stage}}}
+{engine}
 checkpoint: {{every_steps: 4}}
 storage_url: {folder}/runs
 """
 
+ENGINES = {
+    "ZeRO-2": """
+deepspeed:
+  train_micro_batch_size_per_gpu: 2
+  gradient_accumulation_steps: 2
+  zero_optimization: {stage: 2}
+""",
+    # Sizes are the arguments'.
+    "FSDP2": "engine: fsdp2",
+}
 
-def run(folder: Path, name: str, stage: int, *more: str) -> dict[str, Any]:
+
+def run(folder: Path, name: str, engine: str, *more: str) -> dict[str, Any]:
     job = folder / f"{name}.yaml"
-    job.write_text(JOB.format(here=HERE, folder=folder, name=name, stage=stage))
+    job.write_text(JOB.format(here=HERE, folder=folder, name=name, engine=ENGINES[engine]))
     summary = folder / f"{name}.summary"
     arguments = ["run", str(job), "--run-id", name, "--nodes", "3", "--summary", str(summary), *more]
     ran = subprocess.run(
@@ -52,10 +60,10 @@ def steps(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(540)
-@pytest.mark.parametrize("stage", [2])
-def test_a_killed_node_changes_no_loss(tmp_path: Path, stage: int) -> None:
-    quiet = run(tmp_path, "quiet", stage)
-    killed = run(tmp_path, "killed", stage, "--chaos", "kill-node@step=7,add-node@step=9")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_node_changes_no_loss(tmp_path: Path, engine: str) -> None:
+    quiet = run(tmp_path, "quiet", engine)
+    killed = run(tmp_path, "killed", engine, "--chaos", "kill-node@step=7,add-node@step=9")
     assert len(killed["summary"]["generations"]) > 1
     records = JournalReader(str(tmp_path / "runs"), "killed").records()
     assert [record for record in records if record.get("kind") == "function-left"] == []
