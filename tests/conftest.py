@@ -14,6 +14,9 @@ from hypothesis import settings
 settings.register_profile("here", deadline=None, print_blob=True)
 settings.load_profile("here")
 
+# Libraries that are tested report to nobody from here (TRL tells which Trainer is made); their processes inherit it.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
 # CI has a limit for all of its tests. Those that are left then are named as skipped; else a machine that is slower than
 # usual would get no verdict at all. So that they are not always the same, any number says with which file to begin.
 _UNTIL = float(os.environ.get("ELASTIC_TESTS_UNTIL", "inf"))
