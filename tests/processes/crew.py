@@ -134,7 +134,7 @@ class Crew:
         self.members[number].pipe.send(("abort", reason))
 
     def lose(self, number: int, survivors: Sequence[int]) -> list[Outcome]:
-        """Kill a member; the others' outcomes, once they are told of it."""
+        """Kill a member, and tell the others. Returns what they came to."""
         self.members[number].signal(signal.SIGKILL)
         self.members[number].process.join()
         # Not every survivor is the dead rank's neighbour in the ring: whoever is still blocked is released.

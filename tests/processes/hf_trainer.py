@@ -20,10 +20,24 @@ class Tokens(torch.utils.data.Dataset[Any]):
         return {"input_ids": text(index)[0], "labels": text(index)[1]}
 
 
+def stopped(base: Any, config: dict[str, Any]) -> Any:
+    """The same Trainer, whose rank `victim` stays in its pass after step `at`, to be killed there."""
+    import elastic
+
+    class Stopped(base):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            place = (elastic.get_context().step, elastic.get_context().rank)
+            if model.training and not elastic.get_context().resumed and place == (config.get("at"), config["victim"]):
+                crew.point("there")
+                crew.stay()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    return Stopped
+
+
 def trains(config: dict[str, Any]) -> None:
     import transformers
 
-    import elastic
     from elastic.engines.model.compiled import graphs
     from elastic.integrations.transformers import Trainer
 
@@ -44,17 +58,9 @@ def trains(config: dict[str, Any]) -> None:
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"evaluations": self.evaluations, "steps": self.steps}}
 
-    class Stopped(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            place = (elastic.get_context().step, elastic.get_context().rank)
-            if model.training and not elastic.get_context().resumed and place == (config.get("at"), config["victim"]):
-                crew.point("there")
-                crew.stay()
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
-
     model = model_of({"family": "GPT2", "model": {"resid_pdrop": 0.1}})
     counting = Best()
-    trainer = Stopped(
+    trainer = stopped(Trainer, config)(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=config["url"],

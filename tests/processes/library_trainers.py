@@ -6,6 +6,7 @@ from typing import Any
 
 import crew
 import torch
+from hf_trainer import stopped
 from hugging_face import VOCABULARY, model_of
 
 WORDS = [f"w{number}" for number in range(3, VOCABULARY)]
@@ -96,23 +97,13 @@ def trains(config: dict[str, Any]) -> None:
     base, arguments, given = of_library(config)
 
     class Elastic(base, Trainer):  # type: ignore[misc, valid-type]
-        pass
-
-    class Stopped(Elastic):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            place = (elastic.get_context().step, elastic.get_context().rank)
-            if model.training and not elastic.get_context().resumed and place == (config.get("at"), config["victim"]):
-                crew.point("there")
-                crew.stay()
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
         def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
             """As if each rank's text came to its end at another length."""
             if config["kind"] == "Seq2Seq":
                 kwargs["max_new_tokens"] = 2 + elastic.get_context().rank
             return super().prediction_step(*args, **kwargs)
 
-    trainer = Stopped(
+    trainer = stopped(Elastic, config)(
         args=arguments(
             output_dir=config["url"],
             per_device_train_batch_size=2,

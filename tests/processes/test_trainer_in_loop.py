@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,7 @@ def through_a_loss(
     stay = [number for number in (0, 1, 2) if number != victim]
     crew.reached(victim, "there")
     crew.reached(0, f"committed step {AT}")
-    crew.members[victim].signal(signal.SIGKILL)
-    crew.members[victim].process.join()
-    for number in stay:
-        crew.abort(number, f"rank {victim} was lost")
-    ended = [crew.outcome(number) for number in stay]
-    assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
+    crew.lose(victim, stay)
     crew.replace(victim)
     store = CheckpointStore(str(folder / "moved"), "run")
     assert store.list()[0].step == AT

@@ -48,6 +48,7 @@ def test_a_mesh_that_would_not_fit_into_what_ray_reserves_is_not_tried(cluster: 
     assert [(row["axes"]["ep"], row["world_size"]) for row in first if row["chosen"]] == [(2, 4)]
     assert not any("peak_bytes" in row for row in first), "nothing was measured yet"
     assert [(row["axes"]["ep"], row["world_size"]) for row in second if row["chosen"]] == [(1, 3)]
+    assert told["held"]["passes"] == 5, "ten samples by two: fewer workers add up more of them"
     assert 0 < told["rest_bytes"] < told["limit_bytes"] < PLENTY
     alone = next(row for row in second if row["axes"]["ep"] == 1)
     assert 2 * told["rest_bytes"] < alone["peak_bytes"] < PLENTY, "the rest could grow with each rank's experts"
