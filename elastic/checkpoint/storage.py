@@ -65,6 +65,11 @@ class CheckpointStore:
     def name(self) -> str:
         return "storage"
 
+    @property
+    def folder(self) -> str:
+        """Of the run, as a URL."""
+        return f"{self.url.rstrip('/')}/{self.run_id}"
+
     def check_writable(self) -> None:
         """Write, read and remove a small object. Raises UsageError or StorageError with the reason."""
         probe, data = f"{self.run_id}/probe-{uuid.uuid4().hex}", b"ray-elastic can write here"

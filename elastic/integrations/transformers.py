@@ -24,7 +24,7 @@ from elastic.core.generation_spec import GenerationSpec
 from elastic.data import hugging_face, stream
 from elastic.engines.foreign_loops import OWN
 from elastic.engines.select import engine_kind
-from elastic.integrations import transformers_arguments, transformers_weights
+from elastic.integrations import transformers_arguments, transformers_best, transformers_weights
 from elastic.training import api, context
 from elastic.training.data.stream.foreign import is_hugging_face, streamed
 from elastic.training.engine import ElasticEngine
@@ -260,6 +260,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.state.log_history = list(kept.get("log_history", ()))
         self.state.best_metric = kept.get("best_metric")
         self.state.best_global_step = kept.get("best_global_step")
+        self._best = transformers_best.BestWeights(generation.scope, self.args.output_dir, kept.get("best_saved"))
+        self.state.best_model_checkpoint = self._best.folder
         self.state.total_flos = kept.get("total_flos", 0)
         _restore_callbacks(self, kept.get("callbacks", {}))
         # A step's control is that of the last function's end.
@@ -374,6 +376,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if asked and not self._saved:
             # An override writes something else: the platform's is not left out for it.
             engine.save_checkpoint()
+        best = self.args.load_best_model_at_end and self.state.best_global_step == self.state.global_step
+        if best and (asked or self._saved):
+            with api.busy("saving the best weights"):
+                self._best.write(engine, self.model, self.state.global_step)
+            self.state.best_model_checkpoint = self._best.folder
         self._keep()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -381,12 +388,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._saved = True
         self.model_wrapped.save_checkpoint()
 
+    def _load_best_model(self) -> None:
+        with api.busy("loading the best weights"):
+            self._best.load(self.model_wrapped, self.model)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        # transformers would remove checkpoints from `output_dir`: what is there is of other runs.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args)
+        finally:
+            self.args.save_total_limit = limit
+
     def _keep(self) -> None:
         state = self.state
         api.state[_KEPT] = {
             "log_history": [_finite(entry) for entry in state.log_history[-_LOGS_KEPT:]],
             "best_metric": state.best_metric,
             "best_global_step": state.best_global_step,
+            "best_saved": self._best.step,
             "total_flos": state.total_flos,
             "epoch": self._epoch,
             "callbacks": _callbacks(self),

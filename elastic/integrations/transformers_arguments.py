@@ -21,7 +21,6 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "ddp_broadcast_buffers": (None, _PLATFORM),
     "ddp_static_graph": (None, _PLATFORM),
     "auto_find_batch_size": (False, "the global batch of a run is fixed; set per_device_train_batch_size"),
-    "load_best_model_at_end": (False, "export the best checkpoint after the run: `elastic export RUN --checkpoint ID`"),
     "resume_from_checkpoint": (None, _RESUME),
     "push_to_hub": (False, "export the finished run (`elastic export RUN --to hf DIR`) and push that folder"),
     "dataloader_drop_last": (False, "every sample of an epoch is used once; leave it out"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
+
+import torch
 
 from elastic.checkpoint.safetensors_header import FileTensor, in_file_order, make_header
-from elastic.checkpoint.shards import DTYPE_NAMES, bytes_of
+from elastic.checkpoint.shards import DTYPE_NAMES, bytes_of, check_dtype
 from elastic.interchange.output_folder import OutputFolder
 from elastic.interchange.state_dict import ExportedState
 from elastic.interchange.tensors import TensorInfo
+from elastic.store.objects import Objects
 
 # What transformers needs to see before it takes a file for torch's.
 _METADATA = {"format": "pt"}
@@ -32,6 +36,19 @@ def write_safetensors(state: ExportedState, output: OutputFolder, max_file_bytes
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         output.write_json("model.safetensors.index.json", index)
     return files
+
+
+def put_safetensors(objects: Objects, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One object with these, in host memory and contiguous. It is durable when this returns, and whole or not there.
+
+    Raises UsageError for a dtype that the format has not, and what `Objects.put` raises."""
+    for name, tensor in tensors.items():
+        check_dtype(name, tensor.dtype)
+    files = in_file_order(
+        FileTensor(name, DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()
+    )
+    header, placed = make_header(files, _METADATA)
+    objects.put(path, chain([header], (bytes_of(tensors[each.name].reshape(-1)) for each in placed)))
 
 
 def _write_file(

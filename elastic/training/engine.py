@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import GenerationEnded, UsageError
+from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Engine, StepOutcome
 from elastic.training import rng
 from elastic.training.in_loop.passes import PassLog
@@ -313,6 +315,19 @@ class ElasticEngine:
             path, client_state = self._open().native.load_checkpoint(*args, **kwargs)
             return path, client_state
         return checkpoint_calls.restored(self._state, self._scope)
+
+    def load_weights(self, source: str | os.PathLike[str], allow_missing: Sequence[str] = ()) -> None:
+        """After training: the model has the parameters and buffers in a folder, as `elastic.initialize(weights=...)`
+        reads it, to be evaluated or written. The last step is saved first; the loader gives no batch any more.
+
+        Collective. Raises UsageError inside a step, or where ranks share layers (`tp`), and what `initialize` raises of
+        a folder: ModelMismatch, IntegrityError, StorageError.
+        """
+        if self._scope.spec.tp > 1:
+            raise UsageError(
+                "engine.load_weights and mesh: {tp: ...} are not supported together: the folder has whole layers"
+            )
+        self._steps.load_weights(WeightsSettings(os.fspath(source), tuple(allow_missing)))
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""

@@ -51,6 +51,9 @@ class SilentCoordinator:
     def source(self) -> CheckpointSource:
         raise UsageError("this run has no checkpoint storage")
 
+    def folder(self) -> str | None:
+        return None
+
     def phase(self, phase: Phase) -> None:
         logger.debug("phase %s", phase.value)
 
@@ -125,6 +128,9 @@ class LocalCoordinator(SilentCoordinator):
 
     def source(self) -> CheckpointSource:
         return self._store
+
+    def folder(self) -> str | None:
+        return self._store.folder
 
     def restored(self, report: RestoreReport) -> None:
         self.restores.append(report)

@@ -20,6 +20,7 @@ from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
+from elastic.core.settings import WeightsSettings
 from elastic.training.data.stream.finite import Course
 from elastic.training.data.stream.repeated import RepeatedSteps
 from elastic.training.in_loop.step_share import Unfinished
@@ -164,6 +165,8 @@ class StepLoop:
         self._requests: SaveRequests | None = requests
         # By a function that has returned, here or elsewhere.
         self._ended = False
+        # The weights are those of another step.
+        self._loaded = False
         self._open_step: FinishedStep | None = None
         # Of the step after the last one that was closed.
         self._epoch_next: int | None = None
@@ -202,6 +205,8 @@ class StepLoop:
         if self.finished:
             return False
         self._scope.check()
+        if self._loaded:
+            raise UsageError("the loader was asked for a batch after engine.load_weights, which ends the training")
         self.require_between_batches()
         if self.progress is None or self.progress.complete:
             if not self._goes_on(epoch):
@@ -314,6 +319,22 @@ class StepLoop:
         elif self._scope.step > 0:
             self._save()
 
+    def load_weights(self, weights: WeightsSettings) -> None:
+        """After the last step, which is closed and saved first: none follows. Collective.
+
+        Raises UsageError inside a step, GenerationEnded where the generation ends here, and what `install_weights`
+        raises."""
+        self._scope.check()
+        self._leave("engine.load_weights was called")
+        if self.over:
+            self.finish()
+        else:
+            self._close_step()
+            self._save()
+        with self._scope.translating():
+            self._saving().load_weights(weights)
+        self._loaded = True
+
     def go_back(self, bad: BadStep) -> None:
         """The current step is not kept; the run resumes from an earlier one. Raises GenerationEnded, on every rank."""
         assert self.progress is not None
@@ -331,17 +352,7 @@ class StepLoop:
         vain. Raises UsageError where the function returned inside a step."""
         if self.finished:
             return True
-        if self.progress is not None and self.progress.untouched:
-            # `if step >= number: break` at the top of a loop: this step is not begun.
-            self.progress = None
-        self.require_between_batches()
-        progress = self.progress
-        if progress is not None and not progress.complete and progress.next_batch > 0:
-            raise UsageError(
-                f"the training function returned in the middle of step {progress.step}, after "
-                f"{progress.next_batch} of {len(progress.batches)} batches; leave the loop between steps, for example "
-                "when engine.is_gradient_accumulation_boundary() was true before engine.step()"
-            )
+        self._leave("the training function returned")
         if self.over:
             self.finish()
         else:
@@ -358,6 +369,20 @@ class StepLoop:
         self._shares = Shares()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _leave(self, what: str) -> None:
+        """No batch is asked for any more. Raises UsageError, beginning with `what`, inside a step."""
+        if self.progress is not None and self.progress.untouched:
+            # `if step >= number: break` at the top of a loop: this step is not begun.
+            self.progress = None
+        self.require_between_batches()
+        progress = self.progress
+        if progress is not None and not progress.complete and progress.next_batch > 0:
+            raise UsageError(
+                f"{what} in the middle of step {progress.step}, after "
+                f"{progress.next_batch} of {len(progress.batches)} batches; leave the loop between steps, for example "
+                "when engine.is_gradient_accumulation_boundary() was true before engine.step()"
+            )
 
     def _goes_on(self, epoch: int | None) -> bool:
         """Is there another step, of `epoch`? Collective where it begins an epoch of a stream, or the generation."""

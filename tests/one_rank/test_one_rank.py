@@ -30,6 +30,8 @@ pytestmark = [
 ]
 
 STEPS = 6
+# What the training function tells the tests.
+TOLD: dict[str, Any] = {}
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
@@ -64,6 +66,18 @@ def train(config: dict[str, Any]) -> None:
             loss = ((engine(x.to(engine.device, kind)) - y.to(engine.device, kind)) ** 2).float().mean()
             engine.backward(loss)
             engine.step()
+            if "early" in config:
+                engine.load_weights(config["early"])
+            if elastic.get_context().step == config.get("until"):
+                break
+        else:
+            continue
+        break
+    if "other" in config:
+        engine.load_weights(config["other"])
+        TOLD["loaded"] = [parameter.detach().clone() for parameter in model.parameters()]
+        if "on" in config:
+            next(iter(loader))
 
 
 def generation(number: int, url: Path, config: dict[str, Any], checkpoint: str | None, end_at: int | None) -> Any:
@@ -75,7 +89,8 @@ def generation(number: int, url: Path, config: dict[str, Any], checkpoint: str |
         "gpu", number, 0, 1, batch=BatchSettings(max_steps=STEPS), checkpoint=checkpoint, checkpoint_every_steps=2
     )
     result, coordinator = run_local(train, config, spec, host_store("127.0.0.1"), str(url), end_at)
-    assert result.kind == ("ended" if end_at else "finished"), result.traceback
+    assert result.kind == ("ended" if end_at else config.get("ends", "finished")), result.traceback
+    TOLD["error"] = result.message
     return coordinator
 
 
@@ -102,6 +117,50 @@ def test_a_run_in_two_generations_equals_the_run_in_one(stage: int, dtype: str, 
     # One rank before and after: the same operations in the same order, so nothing may differ at all.
     assert cut == [report.loss for report in whole.reports]
     assert second.restores[0].bytes_read == second.restores[0].bytes_needed
+
+
+@pytest.mark.parametrize("until", [None, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_weights_after_training_are_the_models_and_the_last_ones_are_saved(
+    stage: int, until: int | None, tmp_path: Path
+) -> None:
+    """At the run's end, or where the function leaves it."""
+    from safetensors.torch import save_file
+
+    from elastic.checkpoint.storage import CheckpointStore
+
+    names = ["0.weight", "0.bias", "3.weight", "3.bias"]
+    shapes = [(128, 32), (128,), (1, 128), (1,)]
+    other = [torch.full(shape, float(number)) for number, shape in enumerate(shapes)]
+    (tmp_path / "other").mkdir()
+    save_file(dict(zip(names, other, strict=True)), str(tmp_path / "other" / "model.safetensors"))
+    config = {"stage": stage, "dtype": "bf16", "until": until}
+    generation(1, tmp_path / "plain", config, None, None)
+    generation(1, tmp_path / "loaded", {**config, "other": str(tmp_path / "other")}, None, None)
+    for one, wanted in zip(TOLD["loaded"], other, strict=True):
+        assert torch.equal(one.float(), wanted)
+    plain, loaded = (CheckpointStore(str(tmp_path / name), "gpu") for name in ("plain", "loaded"))
+    newest = plain.list()[0]
+    assert loaded.list()[0] == newest
+    assert loaded.manifest(newest.id).digests == plain.manifest(newest.id).digests
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"early": "nowhere"}, "engine.load_weights was called in the middle of step 0"),
+        ({"on": True}, "after engine.load_weights, which ends the training"),
+    ],
+)
+def test_other_weights_end_the_training(more: dict[str, Any], words: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    sizes = {"0.weight": (128, 32), "0.bias": (128,), "3.weight": (1, 128), "3.bias": (1,)}
+    (tmp_path / "other").mkdir()
+    save_file({name: torch.ones(size) for name, size in sizes.items()}, tmp_path / "other" / "model.safetensors")
+    config = {"stage": 1, "dtype": "fp32", "until": 2, "other": str(tmp_path / "other"), "ends": "usage_error", **more}
+    generation(1, tmp_path / "run", config, None, None)
+    assert words in TOLD["error"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

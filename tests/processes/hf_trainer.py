@@ -72,7 +72,12 @@ def trains(config: dict[str, Any]) -> None:
             logging_steps=3,
             eval_strategy="no" if config.get("quiet") else "steps",
             eval_steps=2,
-            save_strategy="no",
+            save_strategy="steps" if config.get("best") else "no",
+            save_steps=2,
+            # The largest is that of the first evaluation.
+            load_best_model_at_end=config.get("best", False),
+            metric_for_best_model="eval_loss",
+            greater_is_better=True,
             report_to=[],
             # A progress bar is made where the training begins, on rank 0 alone.
             disable_tqdm=False,
@@ -88,6 +93,9 @@ def trains(config: dict[str, Any]) -> None:
     crew.point("set up")
     before = graphs()
     trainer.train()
+    if config.get("best"):
+        best = trainer.state.best_global_step, trainer.state.best_model_checkpoint
+        crew.told["best"] = (*best, trainer.evaluate()["eval_loss"])
     if config.get("saves"):
         # As transformers' examples end, on all ranks.
         trainer.save_model()

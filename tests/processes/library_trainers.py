@@ -89,7 +89,7 @@ def of_library(config: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def trains(config: dict[str, Any]) -> None:
-    """`kind`: SFT, DPO or Seq2Seq; `lora`: the adapters of PEFT alone."""
+    """`kind`: SFT, DPO or Seq2Seq; `lora`: the adapters of PEFT alone, of which the first evaluated are the best."""
     import elastic
     from elastic.integrations.transformers import Trainer
 
@@ -116,7 +116,10 @@ def trains(config: dict[str, Any]) -> None:
             eval_strategy="steps",
             eval_steps=2,
             save_strategy="steps",
-            save_steps=5,
+            save_steps=2 if config["lora"] else 5,
+            load_best_model_at_end=config["lora"],
+            metric_for_best_model="eval_loss",
+            greater_is_better=True,
             report_to=[],
             bf16=False,
             disable_tqdm=True,
@@ -128,6 +131,8 @@ def trains(config: dict[str, Any]) -> None:
     crew.point("set up")
     trainer.train()
     trainer.save_model()
+    if config["lora"]:
+        crew.told["best"] = trainer.evaluate()["eval_loss"]
     crew.told.update(
         log=trainer.state.log_history, steps=trainer.state.global_step, zero=trainer.is_world_process_zero(),
         processes=trainer.args.world_size, epoch=trainer.state.epoch,

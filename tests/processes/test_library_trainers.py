@@ -46,3 +46,7 @@ def test_a_trainer_of_a_library_goes_on_with_the_same_losses(
         for one, other in zip(entries(moved), entries(wanted), strict=True):
             named = {key: value for key, value in other.items() if not any(part in key for part in BY_PASS)}
             assert {key: one[key] for key in named} == pytest.approx(named, rel=1e-4)
+        if lora:
+            first, *_, last = (entry["eval_loss"] for entry in wanted.told["log"][:-1] if "eval_loss" in entry)
+            assert moved.told["best"] == pytest.approx(first, rel=1e-4)
+            assert abs(first - last) > 1e-3 * first

@@ -82,6 +82,31 @@ def test_survivors_of_a_killed_rank_stay_and_log_what_an_undisturbed_run_logs(
     assert [outcome.told["zero"] for outcome in grown] == [True, False, False]
 
 
+@pytest.mark.parametrize("stage", [1, 3, None])
+def test_the_best_weights_are_the_models_at_the_end_and_the_last_ones_are_saved(
+    crew: Crew, tmp_path: Path, stage: int | None
+) -> None:
+    """`load_best_model_at_end`: those of step 2, which one rank of three has not lived to and another has not seen."""
+    engine = {"engine": "fsdp2"} if stage is None else {"engine_config": {"zero_optimization": {"stage": stage}}}
+    grown, still = through_a_loss(crew, tmp_path, TRAINS, {"best": True}, 2, LAST_STEP, **engine)
+    log = [entry for entry in still[0].told["log"] if "eval_loss" in entry]
+    evaluated = {entry["step"]: entry["eval_loss"] for entry in log[:-1]}
+    assert log[-1]["step"] == LAST_STEP, "that is of the best weights"
+    for folder, outcomes in (("moved", grown), ("still", still)):
+        for outcome in outcomes:
+            step, url, loss = outcome.told["best"]
+            assert (step, url) == (2, str(tmp_path / folder / "run" / "best" / "step-00000002"))
+            assert loss == pytest.approx(evaluated[2], rel=1e-5)
+    assert abs(evaluated[2] - evaluated[LAST_STEP]) > 1e-2 * evaluated[2]
+    plain = {"in_loop": True, "victim": 0, "url": str(tmp_path / "plain")}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "checkpoint_every_steps": 1, **engine}
+    _assert_ended(crew.run([0, 1, 2], TRAINS, plain, **more), "finished", LAST_STEP)
+    wanted = _whole_state(CheckpointStore(str(tmp_path / "plain"), "run"))
+    for folder in ("moved", "still"):
+        for key, value in _whole_state(CheckpointStore(str(tmp_path / folder), "run")).items():
+            torch.testing.assert_close(value, wanted[key], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("until", "reasons"), [((1, 3), []), ((2, 7), [OVER])], ids=["within-an-epoch", "over-its-end"]
 )

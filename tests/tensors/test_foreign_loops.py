@@ -128,7 +128,7 @@ class TestArguments:
         ("given", "words"),
         [
             ({"deepspeed": "ds.json"}, r"TrainingArguments\.deepspeed is not supported; give the DeepSpeed"),
-            ({"load_best_model_at_end": True}, "elastic export RUN --checkpoint ID"),
+            ({"push_to_hub": True}, "elastic export RUN --to hf DIR"),
             ({"auto_find_batch_size": True}, "global batch of a run is fixed"),
             ({"train_sampling_strategy": "group_by_length"}, "the platform orders the samples"),
             ({"include_num_input_tokens_seen": "all"}, "the platform counts tokens"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
+from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter
 from elastic.core import events as ev
 from elastic.core.checkpoint.rounds import Rounds
@@ -43,7 +44,7 @@ class RayCoordinator:
         spec: GenerationSpec,
         worker: int,
         outbox: Outbox,
-        source: CheckpointSource,
+        source: CheckpointStore,
         writer: BackgroundWriter,
         failures: FailureSettings,
         memory: SnapshotMemory | None = None,
@@ -87,6 +88,9 @@ class RayCoordinator:
             # Not retried: a node that does not answer may be gone, and another one then holds its data.
             return self._snapshot(wanted, self._restore_limit_s, self._pause, self._restoring)
         return RetryingSource(self._source, self._retry_s, self._restore_limit_s, self._pause, self._restoring)
+
+    def folder(self) -> str | None:
+        return self._source.folder
 
     def phase(self, phase: Phase) -> None:
         if phase is Phase.BUILDING:

@@ -18,6 +18,7 @@ from elastic.comm.agreement import Agreement
 from elastic.comm.device_stream import DelayClock
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import CollectiveFailed, IntegrityError
+from elastic.core.settings import WeightsSettings
 from elastic.training.saving.memory_tier import MemoryTier
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Coordinator, Phase
@@ -88,6 +89,8 @@ class Snapshots:
         self.saved_step = saved_step
         # The training function asks for this step to be saved: told with the next snapshot in memory.
         self.asks = False
+        # Weights of another step have been loaded.
+        self._loaded = False
         self._memory: MemoryTier | None = None
         if scope.spec.memory is not None and (memory := scope.coordinator.memory()) is not None:
             self._memory = MemoryTier(scope, state, run_state, scope.spec.memory, memory, own_state)
@@ -152,6 +155,8 @@ class Snapshots:
 
         Not `durable`: the memory of the nodes is enough, where they take it.
         """
+        if self._loaded:
+            return
         step = self._scope.step
         if not durable and self._memory is not None:
             if self._applied:
@@ -164,6 +169,13 @@ class Snapshots:
             self._copier.raise_failure()
         except IntegrityError as error:
             raise self._lost(error) from error
+
+    def load_weights(self, weights: WeightsSettings) -> None:
+        """In the place of the weights that were saved: from here on nothing is. Collective; raises on all ranks or on
+        none: see `install_weights`."""
+        self.before_update()
+        self._state.begin_from(weights)
+        self._loaded = True
 
     def drain(self) -> None:
         """Before the generation ends: hand over every snapshot that was begun, those of earlier steps too."""
