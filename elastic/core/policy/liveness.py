@@ -61,6 +61,8 @@ class LastSeen:
         self._reported: dict[int, float] = {}
         # Nodes whose agents alone are silent, and when that was reported.
         self._agents: dict[str, float] = {}
+        # Until when those were heard that were lost in such a silence.
+        self._lost = -inf
         self._active: float | None = None
         self._woke, self._slept_s = 0.0, 0.0
         self._excused: float | None = None
@@ -128,12 +130,15 @@ class LastSeen:
 
         A lost, drained or evicted node is silent for ever. If it were kept, the last node left would count as one of
         several that are all silent, and would not be accused before `alone_s`. A node may come back with new workers.
+        Where the last one was not heard of either since a lost one was, though, that is what it is.
         """
         known = self._others.keys() | chain.from_iterable(beat.ages for beat in self._beats.values())
         for worker in known - set(workers):
             self.forget_worker(worker)
         for node in self._nodes.keys() - set(nodes):
-            del self._nodes[node]
+            heard = self._nodes.pop(node)
+            if node in self._agents:
+                self._lost = max(self._lost, heard)
             self._agents.pop(node, None)
             self._beats.pop(node, None)
 
@@ -171,8 +176,9 @@ class LastSeen:
         """Every one of several nodes has been silent for `limit_s`, and for less time than workers continue without a
         controller: it is the observer that is cut off, and what it does not hear is no evidence."""
         latest = max(self._nodes.values(), default=now)
+        several = len(self._nodes) > 1 or latest <= self._lost + limit_s
         # Half of it: beats come at different times, and the first node to be overdue must not be accused by itself.
-        return len(self._nodes) > 1 and limit_s / 2 < now - latest <= self._alone_s
+        return several and limit_s / 2 < now - latest <= self._alone_s
 
     def _cut_off(self, now: float, limit_s: float) -> bool:
         """Alone, or only just not any more: connections that were cut come back one after the other, the later the

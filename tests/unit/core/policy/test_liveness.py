@@ -71,6 +71,30 @@ def test_after_an_outage_the_others_get_as_long_to_be_heard_again() -> None:
     assert silence.nodes == ("b",)
 
 
+@pytest.mark.parametrize(("later", "accused"), [(0.6, False), (1.4, True)])
+def test_the_last_node_that_fell_silent_with_one_that_was_lost_is_not_accused_by_itself(
+    later: float, accused: bool
+) -> None:
+    """Seen on cores with too much to do: two agents were silent for a second and a half, the first was given up, the
+    second was the only one then, and with both the run had lost all of its memory."""
+    table = LastSeen(BEAT_S, alone_s=120.0)
+    for tenth in range(0, 11):
+        table.heard_node("a", tenth / 10, {0: 0.0})
+        table.heard_node("b", tenth / 10, {1: 0.0})
+    table.heard_node("b", 1.0 + later, {1: 0.0})
+    for tenth in range(11, 25):
+        if (silence := table.silent(tenth / 10, LIMIT_S)) is not None:
+            assert silence.nodes == ("a",)
+            break
+    table.retain([1], ["b"])
+    found = [silence.nodes for tenth in range(25, 60) if (silence := table.silent(tenth / 10, LIMIT_S)) is not None]
+    assert (("b",) in found) is accused
+    assert table.alone(5.0, LIMIT_S) is not accused
+    table.heard_node("b", 6.0, {1: 0.0})
+    found = [silence.nodes for tenth in range(60, 160) if (silence := table.silent(tenth / 10, LIMIT_S)) is not None]
+    assert ("b",) in found, "heard since, it is one by itself"
+
+
 def test_one_node_that_is_heard_is_enough_to_accuse_the_other() -> None:
     table = LastSeen(BEAT_S, alone_s=120.0)
     for tenth in range(0, 100, 2):
