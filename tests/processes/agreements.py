@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def logs(config: dict[str, Any]) -> None:
 
 def has_a_group(config: dict[str, Any]) -> None:
     """Of all ranks, over which it agrees on a name in its set-up and adds up in its loop; with "meshes" a DeviceMesh is
-    made of it; with "another" the set-up makes one with another description."""
+    made of it; with "another" the set-up makes one with another description; "strict": its steps are blocks."""
     crew.told["calls"] = crew.told.get("calls", 0) + 1
     group = dist.new_group(backend="gloo", group_desc=config.get("another", "metrics"))
     crew.told["size"] = dist.get_world_size(group)
@@ -86,15 +87,16 @@ def has_a_group(config: dict[str, Any]) -> None:
     summed = crew.told["summed"] = {}
     for _ in elastic.epochs():
         for batch in loader:
-            over = engine.is_gradient_accumulation_boundary()
-            step = elastic.get_context().step
-            one_pass(engine, batch)
-            if (step, elastic.get_context().rank) == (config.get("at"), config.get("victim")):
-                # The others are in a sum over the group.
-                crew.point("there")
-                crew.stay()
-            if over:
-                count = torch.ones(1)
-                dist.all_reduce(count, group=group)
-                ranks = dist.get_process_group_ranks(group)
-                summed[step + 1] = (int(count), dist.get_rank(group), ranks, dist.get_backend(group))
+            now = elastic.get_context()
+            over, step = engine.is_gradient_accumulation_boundary(), now.step
+            with elastic.step() if config.get("strict") else nullcontext():
+                one_pass(engine, batch)
+                if over and (step, now.rank, now.resumed) == (config.get("at"), config.get("victim"), False):
+                    # The others are in a sum over the group.
+                    crew.point("there")
+                    crew.stay()
+                if over:
+                    count = torch.ones(1)
+                    dist.all_reduce(count, group=group)
+                    ranks = dist.get_process_group_ranks(group)
+                    summed[step + 1] = (int(count), dist.get_rank(group), ranks, dist.get_backend(group))

@@ -337,11 +337,14 @@ class Training:
     def _run(self, fn: str, config: dict[str, Any], runner: Any) -> None:
         from elastic.training.in_loop.function_call import FunctionCall
 
+        new = self._call is None or self._called != (fn, config)
+        # Of one function in one process, however often it was left.
+        calls = {} if new or "calls" not in told else {"calls": told["calls"]}
         told.clear()
+        told.update(calls)
         indices.clear()
         function = _named(fn)
         if config.get("in_loop"):
-            new = self._call is None or self._called != (fn, config)
             if new:
                 self._call = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
                 self._called = (fn, config)

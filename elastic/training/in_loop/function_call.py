@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed"})
 
 _ELSEWHERE = "it was not asking for its next batch: an evaluation, say"
+_IN_ITS_OWN = "a collective of its own has failed in a step, outside of `with elastic.step():`"
 
 # Set-up that takes longer, and is done a second time by the same process, is named.
 _SLOW_S = 1.0
@@ -173,6 +174,9 @@ class FunctionCall:
 
     def _classified(self, error: BaseException) -> GenerationResult:
         self._batch_broken()
+        trains = self._given is not None and self._given.model.training
+        if trains and self._current.generation.scope.of_script_in_batch():
+            self._elsewhere = _IN_ITS_OWN
         result = self._current.classify(error)
         if self._abandoned is not None and isinstance(error, Exception):
             # What it makes of outputs that do not count is no failure of the run's; its device may be.
