@@ -77,6 +77,8 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
         assert outcome.told["calls"] == 1
         assert outcome.told["abandoned"] == 1, "one step was abandoned, and the loop was told"
         assert outcome.told["world sizes"] == [3, 2, 3]
+        assert outcome.told["readers"] == [{*outcome.told["readers"][0]}] * 3, "what they have cached stays"
+        assert len(outcome.told["readers"][0]) == config.get("num_workers", 0)
     still = _undisturbed(crew, tmp_path / "still", plain, 3)
     moved = Run(tmp_path / "moved", [shrunk, grown])
     # What the killed rank has reported went with it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -264,12 +265,13 @@ def train_in_loop(config: dict[str, Any]) -> None:
     if sharded:
         held = dict(model.named_parameters())
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
-    passed: dict[str, Any] = {"abandoned": 0, "world sizes": []}
+    passed: dict[str, Any] = {"abandoned": 0, "world sizes": [], "readers": []}
     for _ in elastic.epochs():
         for x, y in loader:
             context = elastic.get_context()
             if passed["world sizes"][-1:] != [context.world_size]:
                 passed["world sizes"].append(context.world_size)
+                passed["readers"].append({child.pid for child in multiprocessing.active_children()})
             assert engine.module is model
             assert all(parameter is held[name] for name, parameter in model.named_parameters())
             assert [group["lr"] for group in optimizer.param_groups] == engine.get_lr()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import (
@@ -29,6 +29,7 @@ from elastic.training.data.reader import (
     has_random_access,
     require_map_style,
 )
+from elastic.training.data.reading_processes import ReadingProcesses
 from elastic.training.data.stream.finite import FiniteReader
 from elastic.training.data.stream.foreign import streamed
 from elastic.training.data.stream.loading import StreamReader, stream_reader
@@ -52,6 +53,8 @@ class DataSource:
     prefetch_factor: int | None = None
     worker_init_fn: Callable[[int], None] | None = None
     sampler: Any = None
+    # Of a dataset; a stream's end with each generation, since they know where the stream is.
+    processes: ReadingProcesses = field(default_factory=ReadingProcesses, compare=False)
 
 
 class PreparedLoader:
@@ -161,7 +164,9 @@ def open_reader(
         kind = StreamReader if plan.finite is None else FiniteReader
         seed, collate = scope.spec.seed, source.collate_fn
         return stream_reader(source.dataset.parts, plan, seed, scope.step, states, collate, kind, **how)
-    return BatchReader(source.dataset, plan, plan.order(scope.spec.seed), scope.step, source.collate_fn, **how)
+    order = plan.order(scope.spec.seed)
+    how["processes"] = source.processes
+    return BatchReader(source.dataset, plan, order, scope.step, source.collate_fn, **how)
 
 
 class _Both:

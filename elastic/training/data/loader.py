@@ -194,7 +194,7 @@ class ElasticLoader:
         if self.given > given:
             self._epoch_ended = self._scope.step
         if self.finished:
-            self.close()
+            self._end()
         elif epoch == 0 and self._scope.step == began:
             # On all ranks: a worker that joins is never rank 0, and the others do not begin anew.
             logger.warning(
@@ -221,8 +221,14 @@ class ElasticLoader:
     def _over_and_finished(self) -> bool:
         if self._steps.over:
             self._steps.finish()
-            self.close()
+            self._end()
         return self._steps.over
+
+    def _end(self) -> None:
+        """The run is over: nothing is read any more."""
+        self.close()
+        if self._source is not None:
+            self._source.processes.close()
 
     def _refuse_endless(self) -> None:
         """`while True: for batch in loader` does not notice that the run is over."""

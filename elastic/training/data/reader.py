@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.readers import ReaderStates
@@ -17,6 +17,7 @@ from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
 from elastic.training import rng
+from elastic.training.data.reading_processes import ReadingProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class BatchReader:
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
+        processes: ReadingProcesses | None = None,
     ) -> None:
         self._collate: Collate = collate_fn or default_collate
         self._dataset = SeededDataset(dataset, order.seed)
@@ -125,20 +127,18 @@ class BatchReader:
         looked_at = {first} if last is None else {first, last - 1} if first < last else set[int]()
         self._pads = any(batch.weight == 0.0 and batch.audits is None for at in looked_at for batch in plan.deal(at))
         self._prefetched: Iterator[Any] | None = None
+        self._processes = processes or ReadingProcesses()
         if num_workers > 0:
-            self._prefetched = iter(
-                DataLoader(
-                    self._dataset,
-                    batch_sampler=BatchPlaces(plan, order, step),
-                    collate_fn=self._collate,
-                    num_workers=num_workers,
-                    prefetch_factor=prefetch_factor,
-                    pin_memory=pin_memory,
-                    worker_init_fn=worker_init_fn,
-                    # Not the global generator, whose state belongs to the training loop.
-                    generator=torch.Generator().manual_seed(rng.derive(order.seed, "workers")),
-                )
-            )
+            how = {
+                "collate_fn": self._collate,
+                "num_workers": num_workers,
+                "prefetch_factor": prefetch_factor,
+                "pin_memory": pin_memory,
+                "worker_init_fn": worker_init_fn,
+                # Not the global generator, whose state belongs to the training loop.
+                "generator": torch.Generator().manual_seed(rng.derive(order.seed, "workers")),
+            }
+            self._prefetched = self._processes.open(self._dataset, BatchPlaces(plan, order, step), how)
 
     def read(self, batches: Sequence[MicroBatch], number: int) -> Any:
         """The content of `batches[number]`."""
@@ -159,11 +159,9 @@ class BatchReader:
         return None
 
     def close(self) -> None:
-        """Stop the worker processes now, not when the garbage collector finds them."""
         prefetched, self._prefetched, self._spare = self._prefetched, None, None
-        shut = getattr(prefetched, "_shutdown_workers", None)
-        if shut is not None:
-            shut()
+        if prefetched is not None:
+            self._processes.release()
 
     def _fetch(self, batch: MicroBatch) -> Any:
         return self._collate([self._dataset[place] for place in places(self._order, batch)])

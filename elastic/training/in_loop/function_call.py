@@ -103,6 +103,8 @@ class FunctionCall:
             survived = result.kind in _SURVIVED and not self._current.generation.scope.last
             if self._handles is not None and self._reason is None and survived:
                 self._leave_function(self._obstacle() or self._elsewhere or _ELSEWHERE)
+            if self._given is not None:
+                self._given.source.processes.close()
             # What they hold is the engine's.
             self._given = self._handles = self._held = None
             self._asked = False
@@ -262,6 +264,7 @@ class FunctionCall:
 
     def keep(self, given: Given, handles: Handles) -> None:
         self._given, self._handles = given, handles
+        given.source.processes.stay()
         self._set_up.reopened()
         self.on_its_own()
 
