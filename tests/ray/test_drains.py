@@ -49,6 +49,7 @@ def test_a_preempted_node_is_left_before_its_time_is_up_and_replaced_when_it_com
     run.finish()
 
     _assert_planned(run)
+    assert run.decisions("function-left") == []
     assert [i["next_world_size"] for i in run.incidents()] == [3, 4]
     assert {i["source"] for i in run.incidents()} == {"memory"}
     assert not run.events("SlotLost")
@@ -72,6 +73,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_drained_from_the_command_line
     run.finish()
 
     _assert_planned(run)
+    assert run.decisions("function-left") == []
     (incident,) = run.incidents()
     assert (incident["world_size"], incident["next_world_size"]) == (3, 3)
 

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -278,8 +279,10 @@ class WorkerActor:
         settings = self._settings
         assert self._function is not None
         if not settings.failures.in_loop:
-            while True:
+            for calls in count():
                 runner = self._taken()
+                if calls:
+                    self._function_left("failures.in_loop is false")
                 self._left(runner, runner.run(self._function, self._entry.config))
         call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
         kind = engine_kind(settings.engine)
