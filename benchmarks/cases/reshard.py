@@ -87,8 +87,9 @@ def _choice(times: int) -> Figure:
     slots = [(name, tuple(ranks)) for at, (name, ranks) in enumerate(nodes.items()) if at != lost]
     node_of = {worker: name for name, workers in slots for worker in workers}
 
-    def nodes_of(size: int, cell: int) -> list[str]:
-        return [node_of[worker] for worker in members_in_order(slots, size, copies, cell)]
+    def nodes_of(size: int, mesh: MeshSettings) -> list[str]:
+        members = members_in_order(slots, size, copies, mesh.cell, None, before, mesh.mesh(size))
+        return [node_of[worker] for worker in members]
 
     seconds = []
     for _ in range(times):

@@ -163,6 +163,21 @@ class Mesh:
         first = self.data(rank) * self.per_cell
         return range(first, first + self.per_cell)
 
+    def part(self, rank: int) -> tuple[int, int, int, int]:
+        """(lane, lanes, place, places): what the rank has is that place of that lane; experts, slices, or stages are
+        lanes."""
+        # All at once: it is asked for every rank of every mesh that may come next.
+        sp, tp, ep = self.sp, self.tp, self.ep
+        pipeline, tensor = divmod(rank, tp)
+        pipeline, sequence = divmod(pipeline, sp)
+        data, stage = divmod(pipeline, self.pp)
+        lane, lanes = stage * tp + tensor, self.pp * tp
+        if ep == 1:
+            return lane, lanes, data * sp + sequence, self.dp * sp
+        # The experts of a lane's slices are most of what it has.
+        share, expert = divmod(data, ep)
+        return lane * ep + expert, lanes * ep, share * sp + sequence, self.dp * sp // ep
+
     def same_share(self, rank: int, other: int) -> bool:
         """Do both do the same part of a cell's work: compute with the same layers, experts and parts of sequences?"""
         mine, others = self.coordinates(rank), self.coordinates(other)

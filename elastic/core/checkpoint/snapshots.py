@@ -5,8 +5,9 @@ Pure functions and plain data. What moves the bytes is in `elastic/checkpoint/me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from elastic.core.errors import IntegrityError
@@ -248,7 +249,11 @@ def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], l
 
 
 def place_replicas(
-    nodes: Sequence[str], count: int, domains: Mapping[str, str] | None = None, spare: int = 0
+    nodes: Sequence[str],
+    count: int,
+    domains: Mapping[str, str] | None = None,
+    spare: int = 0,
+    shares: Mapping[str, Hashable] | None = None,
 ) -> tuple[tuple[str, ...], ...]:
     """For each rank the nodes that get a replica of its shard: never its own, `count` different ones where there are;
     and after these up to `spare` others that come next.
@@ -258,6 +263,9 @@ def place_replicas(
     world shrinks, so that ranks stay where they are (`core.sharding.placement`). Where that would put two copies of a
     shard into one domain, the ring has an order in which neighbours are in different domains as far as that is
     possible, and shards go to other domains first, and first of all to a domain that no other copy of the shard is in.
+    Nodes have `shares` of the model (all the same: None), stages of a pipeline, say. Those that have the same are a
+    ring of their own, as they read each other's state when the world changes; where one of them is too small, or
+    copies of a shard would be in one domain for it, all are one ring.
 
     With `count` replicas on different nodes, any `count` nodes may be lost at once. Where every domain is at most half
     of the nodes, a whole domain may be.
@@ -265,12 +273,34 @@ def place_replicas(
     names, domains = list(dict.fromkeys(nodes)), domains or {}
     if len({domains.get(node, node) for node in names}) == 1:
         domains = {}  # There is no other one to look for.
+    together = {} if shares is None else _by_share(names, count, domains, spare, shares)
     ring, largest = names[::-1], 1
     if not _apart(ring, count, domains):
         ring = _ring(names, domains)
         largest = max(_sizes(ring, domains).values(), default=0)
     chosen = {node: _followers(ring, at, count + spare, largest, domains) for at, node in enumerate(ring)}
+    if together and _in_one_domain(together, count, domains) <= _in_one_domain(chosen, count, domains):
+        chosen = together
     return tuple(chosen[node] for node in nodes)
+
+
+def _by_share(
+    names: Sequence[str], count: int, domains: Mapping[str, str], spare: int, shares: Mapping[str, Hashable]
+) -> dict[str, tuple[str, ...]]:
+    """Of each node its followers among those with the same share; none where these are too few."""
+    groups: dict[Hashable, list[str]] = {}
+    for node in names:
+        groups.setdefault(shares[node], []).append(node)
+    if min(map(len, groups.values())) <= count:
+        return {}
+    placed = (zip(group, place_replicas(group, count, domains, spare), strict=True) for group in groups.values())
+    return dict(chain.from_iterable(placed))
+
+
+def _in_one_domain(chosen: Mapping[str, Sequence[str]], count: int, domains: Mapping[str, str]) -> int:
+    """How many copies of shards are in a domain in which another one is."""
+    copies = ([domains.get(each, each) for each in (node, *found[:count])] for node, found in chosen.items())
+    return sum(len(each) - len(set(each)) for each in copies)
 
 
 def _apart(ring: Sequence[str], count: int, domains: Mapping[str, str]) -> bool:

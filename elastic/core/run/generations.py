@@ -54,7 +54,7 @@ def begin(transition: Transition, size: int, reason: str) -> None:
     base = transition.saved.newest_state
     mesh = next_mesh(transition, size, base)
     size, axes, meter = mesh.chosen.world_size, mesh.chosen.axes, transition.state.meter
-    members = ranked(transition, size, base, transition.state.settings.mesh.shape(axes).cell)
+    members = ranked(transition, size, base, transition.state.settings.mesh.shape(axes))
     step = base.step if base else 0
     number = transition.state.generation + 1
     repeated = max(0, transition.state.furthest_step - step)

@@ -17,7 +17,7 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
-from elastic.core.mesh import whole_cells
+from elastic.core.mesh import Mesh, MeshSettings, whole_cells
 from elastic.core.policy.quarantine import avoided
 from elastic.core.run.budgets import hold_back_slots
 from elastic.core.run.phase import GAVE_UP, USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
@@ -292,15 +292,13 @@ def next_mesh(transition: Transition, size: int, base: KnownCheckpoint | None) -
 def _mesh_facts(transition: Transition, size: int, base: KnownCheckpoint | None) -> MeshFacts:
     state = transition.state
     settings, copies = state.settings, state.saved.copies if base is not None and is_snapshot(base.id) else Copies()
-    # Of the last generation's snapshots alone is it known who has which part.
-    last = base is not None and is_snapshot(base.id) and parse_snapshot_id(base.id)[1] == state.generation
-    before = settings.mesh.shape(state.axes).mesh(copies.ranks) if last and state.axes and copies.ranks else None
+    before = _mesh_of(transition, base, copies) if state.axes else None
     passes = None
     if settings.global_batch is not None and settings.micro_batch is not None:
         passes = -(-settings.global_batch // settings.micro_batch)
 
-    def nodes_of(world_size: int, cell: int) -> list[str | None]:
-        return [state.fleet.node_of(worker) for worker in ranked(transition, world_size, base, cell)]
+    def nodes_of(world_size: int, mesh: MeshSettings) -> list[str | None]:
+        return [state.fleet.node_of(worker) for worker in ranked(transition, world_size, base, mesh)]
 
     return MeshFacts(
         settings.mesh, size, settings.scaling.min_workers, passes, state.meter.measured.meshes,
@@ -308,8 +306,19 @@ def _mesh_facts(transition: Transition, size: int, base: KnownCheckpoint | None)
     )  # fmt: skip
 
 
-def ranked(transition: Transition, size: int, base: KnownCheckpoint | None, cell: int) -> tuple[int, ...]:
-    """The members by rank: one slot's are neighbours, and each slot gets the ranks whose state its node holds.
+def _mesh_of(transition: Transition, base: KnownCheckpoint | None, copies: Copies) -> Mesh | None:
+    """That of the ranks that have taken a snapshot; None where it is not known."""
+    state, mesh = transition.state, transition.state.settings.mesh
+    if base is None or not copies.ranks or copies.ranks % mesh.shape(state.axes).cell:
+        return None
+    # Where it may change, of the last generation's snapshots alone.
+    last = is_snapshot(base.id) and parse_snapshot_id(base.id)[1] == state.generation
+    return mesh.shape(state.axes).mesh(copies.ranks) if last or not mesh.choices else None
+
+
+def ranked(transition: Transition, size: int, base: KnownCheckpoint | None, mesh: MeshSettings) -> tuple[int, ...]:
+    """The members of a generation with this mesh by rank: one slot's are neighbours, and each slot gets the ranks whose
+    state its node holds.
 
     Rank 0 begins on a node that is likely to last, and stays there: where it is lost another function becomes rank 0,
     and many are called again for it.
@@ -321,7 +330,8 @@ def ranked(transition: Transition, size: int, base: KnownCheckpoint | None, cell
     in_memory = base is not None and is_snapshot(base.id)
     copies = transition.saved.copies if in_memory else Copies()
     leader = next(iter(transition.state.members), None)
-    return members_in_order(slots, size, copies, cell, leader)
+    after = mesh.mesh(size) if size % mesh.cell == 0 else None
+    return members_in_order(slots, size, copies, mesh.cell, leader, _mesh_of(transition, base, copies), after)
 
 
 def say_outlook(transition: Transition) -> None:

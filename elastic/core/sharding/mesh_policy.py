@@ -28,7 +28,7 @@ _ALIKE = 0.05
 class MeshFacts:
     """What the choice may look at. `workers` could be members, `least` must be. `passes`: the micro-batches of a step
     (None: not known before a script says). `before` is the mesh that the state was left on by `copies` (None: it comes
-    from storage, or there is none). `nodes_of(world size, cell)` are the nodes of the ranks in their order. `memory`:
+    from storage, or there is none). `nodes_of(world size, mesh)` are the nodes of the ranks in their order. `memory`:
     what meshes have needed."""
 
     settings: MeshSettings
@@ -39,7 +39,7 @@ class MeshFacts:
     present: Axes | None = None
     before: Mesh | None = None
     copies: Copies = field(default_factory=Copies)
-    nodes_of: Callable[[int, int], Sequence[str | None]] = lambda size, cell: ()
+    nodes_of: Callable[[int, MeshSettings], Sequence[str | None]] = lambda size, mesh: ()
     memory: KnownMemory = field(default_factory=KnownMemory)
 
 
@@ -249,7 +249,7 @@ def _moved(facts: MeshFacts, one: MeshCandidate, held: Mapping[str, Sequence[Box
     shape = facts.settings.shape(one.axes)
     mesh = shape.mesh(one.world_size)
     needed: dict[str, list[Box]] = {}
-    for rank, reader in enumerate(facts.nodes_of(one.world_size, shape.cell)):
+    for rank, reader in enumerate(facts.nodes_of(one.world_size, shape)):
         needed.setdefault(reader or "", []).append(part(mesh, rank))
     found = sum(
         _common(own, other) for node, boxes in needed.items() for own in _joined(boxes) for other in held.get(node, ())
@@ -272,13 +272,8 @@ Box = tuple[float, float, float, float]
 
 
 def part(mesh: Mesh, rank: int) -> Box:
-    """Of the unit square, first and last lane and place of what a rank has: experts, slices, or stages are lanes."""
-    lanes, lane = mesh.lanes, mesh.lane(rank)
-    places, place = mesh.dp * mesh.sp, mesh.data(rank) * mesh.sp + mesh.sequence(rank)
-    if mesh.ep > 1:
-        # The experts of a lane's slices are most of what it has.
-        lanes, lane = lanes * mesh.ep, lane * mesh.ep + mesh.expert(rank)
-        places, place = places // mesh.ep, mesh.data(rank) // mesh.ep * mesh.sp + mesh.sequence(rank)
+    """Of the unit square, first and last lane and place of what a rank has."""
+    lane, lanes, place, places = mesh.part(rank)
     return lane / lanes, (lane + 1) / lanes, place / places, (place + 1) / places
 
 

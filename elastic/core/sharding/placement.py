@@ -8,34 +8,50 @@ any order of ranks restores the same state.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 
 from elastic.core.checkpoint.snapshots import Copies
+from elastic.core.mesh import Mesh
 from elastic.core.sharding.matching import best_matching
 
 # The node and the workers of one slot.
 Slot = tuple[str | None, Sequence[int]]
+# (block of ranks, node, gain).
+Overlap = tuple[int, str, int]
 
 
 def members_in_order(
-    slots: Sequence[Slot], size: int, copies: Copies, cell: int = 1, leader: int | None = None
+    slots: Sequence[Slot],
+    size: int,
+    copies: Copies,
+    cell: int = 1,
+    leader: int | None = None,
+    before: Mesh | None = None,
+    after: Mesh | None = None,
 ) -> tuple[int, ...]:
     """`size` of the slots' workers, by rank, such that as much as can be of what they will read is on their nodes.
 
     A slot's workers stay neighbours, in the order in which they are given. The slot of `leader`, who was rank 0, keeps
     the first ranks as long as it is there: loggers and the like live in rank 0's process. Where nothing is known of the
-    nodes, and where slots are parts of a cell of `cell` ranks, ranks follow the order of `slots`. Of orders that are
+    nodes ranks follow the order of `slots`; so they do where slots are parts of a cell of `cell` ranks, unless the mesh
+    is known that the copies' ranks had `before`, and that which ranks will have. Of orders that are
     equally good it is the one in which most of the state is on the nodes that it would be read from anyway.
     """
     blocks = _first(slots, size)
-    if not copies.nodes or any(len(workers) % cell for _, workers in blocks):
+    in_parts = any(len(workers) % cell for _, workers in blocks)
+    if not copies.nodes or (in_parts and (before is None or after is None)):
         return tuple(chain.from_iterable(workers for _, workers in blocks))
     # Slots that are not needed for the size stand by with what they hold.
     places = [*blocks, *slots[len(blocks) :]]
     led = next((place for place, (_, workers) in enumerate(places) if leader in workers), None)
-    wanted = _matched([len(workers) for _, workers in blocks], places, copies, led)
+    sizes = [len(workers) for _, workers in blocks]
+    if in_parts and before is not None and after is not None:
+        wanted = _matched(sizes, places, _of_parts(sizes, copies, before, after), led)
+    else:
+        wanted = _matched(sizes, places, _overlaps(sizes, copies), led)
     return tuple(chain.from_iterable(places[place][1] for place in wanted))
 
 
@@ -49,14 +65,14 @@ def _first(slots: Sequence[Slot], size: int) -> list[Slot]:
     return blocks
 
 
-def _matched(sizes: Sequence[int], places: Sequence[Slot], copies: Copies, led: int | None) -> list[int]:
+def _matched(sizes: Sequence[int], places: Sequence[Slot], overlaps: Sequence[Overlap], led: int | None) -> list[int]:
     """For each block of ranks its place, which has as many workers; place `led` for the first one."""
     by_node: dict[str, list[tuple[int, int]]] = {}
     for place, (node, workers) in enumerate(places):
         if node is not None:
             by_node.setdefault(node, []).append((place, len(workers)))
     gains: list[dict[int, int]] = [{} for _ in sizes]
-    for block, node, gain in _overlaps(sizes, copies):
+    for block, node, gain in overlaps:
         row, wanted = gains[block], sizes[block]
         for place, size in by_node.get(node, ()):
             if size == wanted:
@@ -73,7 +89,54 @@ def _matched(sizes: Sequence[int], places: Sequence[Slot], copies: Copies, led: 
     return [left[size].pop() if place is None else place for size, place in zip(sizes, found, strict=True)]
 
 
-def _overlaps(sizes: Sequence[int], copies: Copies) -> list[tuple[int, str, int]]:
+def _of_parts(sizes: Sequence[int], copies: Copies, before: Mesh, after: Mesh) -> list[Overlap]:
+    """As `_overlaps`, where ranks have parts of the model (`Mesh.part`): neighbours have stages of a pipeline, say, and
+    nothing in common. A unit is that of both meshes' lanes and places."""
+    (_, lanes, _, places), (_, new_lanes, _, new_places) = before.part(0), after.part(0)
+    units = lanes * new_lanes * places * new_places
+    held = [
+        (low * new_places, high * new_places, left * new_lanes, right * new_lanes, node, weight)
+        for node, first_choice, others in copies.nodes
+        for spans, weight in ((first_choice, units + 1), (others, units))
+        for span in spans
+        for left, right, low, high in _boxes(before, *span)
+    ]
+    held.sort()
+    tallest = max(high - low for low, high, *_ in held)
+    lows = [low for low, *_ in held]
+    found, rank = [], 0
+    for block, size in enumerate(sizes):
+        for left, right, low, high in _boxes(after, rank, rank + size):
+            left, right, low, high = left * lanes, right * lanes, low * places, high * places
+            for other in held[bisect_right(lows, low - tallest) : bisect_left(lows, high)]:
+                width = min(right, other[3]) - max(left, other[2])
+                height = min(high, other[1]) - max(low, other[0])
+                if width > 0 and height > 0:
+                    found.append((block, other[4], width * height * other[5]))
+        rank += size
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _boxes(mesh: Mesh, begin: int, end: int) -> list[tuple[int, int, int, int]]:
+    """What these ranks have: (first lane, last + 1, first place, last + 1), joined where they are neighbours."""
+    rows: list[tuple[int, int, int, int]] = []
+    for rank in range(begin, end):
+        lane, _, place, _ = mesh.part(rank)
+        if rows and rows[-1][1:3] == (lane, place):
+            rows[-1] = (rows[-1][0], lane + 1, place, place + 1)
+        else:
+            rows.append((lane, lane + 1, place, place + 1))
+    joined: list[tuple[int, int, int, int]] = []
+    for row in sorted(rows):
+        if joined and joined[-1][:2] == row[:2] and joined[-1][3] == row[2]:
+            joined[-1] = (*joined[-1][:3], row[3])
+        else:
+            joined.append(row)
+    return joined
+
+
+def _overlaps(sizes: Sequence[int], copies: Copies) -> list[Overlap]:
     """(block, node, gain) for each run of ranks that a node holds and a block reads of.
 
     A unit of state is 1 / (old ranks * new ranks) of it. Whatever is first in `copies` counts one unit more in all than

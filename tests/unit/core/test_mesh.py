@@ -87,6 +87,8 @@ def test_coordinates_and_ranks_are_one_to_one(sp: int, tp: int, pp: int) -> None
         assert ((at["dp"] * pp + at["pp"]) * sp + at["sp"]) * tp + at["tp"] == rank
         assert all(at[axis] < size for axis, size in mesh.axes.items())
         assert mesh.lane(rank) == at["pp"] * tp + at["tp"]
+        lane, place = mesh.lane(rank) * mesh.ep + at["ep"], at["dp"] // mesh.ep * mesh.sp + at["sp"]
+        assert mesh.part(rank) == (lane, mesh.lanes * mesh.ep, place, mesh.dp // mesh.ep * mesh.sp)
         for axis, size in (("sp", sp), ("tp", tp), ("pp", pp)):
             others = [mesh.coordinates(other) for other in mesh.along(axis, rank)]
             assert others == [{**at, axis: place} for place in range(size)], "apart in that alone, in its order"

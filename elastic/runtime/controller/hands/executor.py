@@ -251,7 +251,7 @@ class Executor:
         plans: Sequence[MemoryPlan | None] = (None,) * len(nodes)
         if self._settings.snapshots.enabled:
             known = {node: (await self._agents.of(node))[1] for node in dict.fromkeys(nodes)}
-            plans = memory_plans(self._settings, nodes, known)
+            plans = memory_plans(self._settings, nodes, known, action.axes)
         rendezvous = await self._workers.reach(first, "host_store", action.generation, retry_s=_BEGIN_RETRY_S)
         if rendezvous is None:
             return

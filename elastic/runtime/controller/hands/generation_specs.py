@@ -61,9 +61,10 @@ def shared_spec(
 
 
 def memory_plans(
-    settings: RunSettings, nodes: Sequence[str], known: Mapping[str, NodeFacts]
+    settings: RunSettings, nodes: Sequence[str], known: Mapping[str, NodeFacts], axes: Mapping[str, int] | None = None
 ) -> tuple[MemoryPlan | None, ...]:
-    """By rank; `nodes[rank]` is the rank's node, `known` has the facts of every node."""
+    """By rank; `nodes[rank]` is the rank's node, `known` has the facts of every node; `axes` are of a mesh that
+    changes."""
     memory = settings.snapshots
     domains = {node: facts.domain for node, facts in known.items() if facts.domain}
     addresses = {node: facts.memory for node, facts in known.items()}
@@ -83,7 +84,12 @@ def memory_plans(
     # The ranks of a node share one. The next best nodes follow those that get the replicas. Parity has none: all ranks
     # of a stripe would have to move.
     own = tuple(dict.fromkeys(nodes))
-    ringed = place_replicas(own, memory.replicas, domains, _SPARES)
+    mesh = settings.mesh.shape(axes or {}).mesh(len(nodes))
+    lanes: dict[str, set[int]] = {node: set() for node in own}
+    for rank, node in enumerate(nodes):
+        lanes[node].add(mesh.lane(rank))
+    shares = {node: frozenset(found) for node, found in lanes.items()}
+    ringed = place_replicas(own, memory.replicas, domains, _SPARES, shares if mesh.lanes > 1 else None)
     count = memory.replicas
     by_node = {node: plan(ring[:count], spare=ring[count:]) for node, ring in zip(own, ringed, strict=True)}
     return tuple([by_node[node] for node in nodes])

@@ -96,6 +96,31 @@ def test_replicas_are_with_the_ranks_before_where_these_are_in_other_domains() -
     assert {len(targets) for targets in placed} == {3}
 
 
+@given(st.integers(2, 5), st.integers(1, 6), st.integers(1, 2))
+def test_replicas_are_on_nodes_with_the_same_share(stages: int, cells: int, count: int) -> None:
+    """Stages of a pipeline on nodes of their own: what a stage reads of a lost one is on its own nodes then."""
+    nodes = [f"n{number}" for number in range(stages * cells)]
+    stage = {node: number % stages for number, node in enumerate(nodes)}
+    placed = place_replicas(nodes, count, shares=stage)
+    if cells > count:
+        assert all(stage[target] == stage[node] for node, found in zip(nodes, placed, strict=True) for target in found)
+    else:
+        assert placed == place_replicas(nodes, count)
+    assert all(node not in found and len(set(found)) == len(found) for node, found in zip(nodes, placed, strict=True))
+
+
+def test_a_failure_domain_counts_more_than_a_share() -> None:
+    """A stage in each rack: its nodes are lost together."""
+    nodes = [f"{rack}-{number}" for number in range(3) for rack in "ab"]
+    racks = {node: domain_of(node) for node in nodes}
+    placed = place_replicas(nodes, 1, racks, shares=racks)
+    assert all(domain_of(target) != domain_of(node) for node, (target,) in zip(nodes, placed, strict=True))
+    across = {node: number // 2 % 3 for number, node in enumerate(nodes)}
+    placed = place_replicas(nodes, 1, racks, shares=across)
+    assert all(across[target] == across[node] for node, (target,) in zip(nodes, placed, strict=True))
+    assert all(domain_of(target) != domain_of(node) for node, (target,) in zip(nodes, placed, strict=True))
+
+
 def held_by(nodes: list[str]) -> dict[str, list[Held]]:
     """What the nodes hold when one snapshot is complete on all of them, with one replica of each shard."""
     held: dict[str, list[Held]] = {node: [] for node in nodes}

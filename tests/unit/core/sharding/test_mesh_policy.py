@@ -176,9 +176,9 @@ def test_of_meshes_that_are_as_fast_the_one_that_moves_least_is_taken() -> None:
     before = EXPERTS.shape({"ep": 4})
     copies = lost(before, 8, 7)
 
-    def nodes_of(size: int, cell: int) -> list[str]:
+    def nodes_of(size: int, mesh: MeshSettings) -> list[str]:
         slots = [(f"n{rank}", [rank]) for rank in range(7)]
-        return [f"n{worker}" for worker in members_in_order(slots, size, copies, cell)]
+        return [f"n{worker}" for worker in members_in_order(slots, size, copies, mesh.cell)]
 
     wide = MeshSettings(ep=4, choices={"ep": (2, 4)})
     verdict = choose(MeshFacts(wide, 4, present={"ep": 4}, before=before.mesh(8), copies=copies, nodes_of=nodes_of))
@@ -199,7 +199,7 @@ def test_bytes_are_counted_as_elements_are(axis: str) -> None:
         order = rng.sample([node for node, _, _ in copies.nodes], 4)
         only = replace(MeshSettings().shape({axis: size_after}), choices={axis: (size_after,)})
         verdict = choose(
-            MeshFacts(only, 4, before=before, copies=copies, nodes_of=lambda size, cell, order=order: order)
+            MeshFacts(only, 4, before=before, copies=copies, nodes_of=lambda size, mesh, order=order: order)
         )
         held = {
             node: {rank for begin, end in (*first, *others) for rank in range(begin, end)}

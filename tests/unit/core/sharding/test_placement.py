@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.checkpoint.snapshots import Copies, Held, Snapshot, copies_of, place_replicas, recoverable
+from elastic.core.mesh import Mesh, MeshSettings
 from elastic.core.sharding.layout import Layout
+from elastic.core.sharding.mesh_policy import MeshCandidate, MeshFacts, _held, _moved
 from elastic.core.sharding.placement import Slot, _overlaps, members_in_order
 from elastic.core.sharding.reshard import SourceIndex
 from elastic.core.sharding.zero import zero3_layout, zero12_layout
@@ -161,6 +163,74 @@ def test_workers_of_a_slot_stay_neighbours_and_a_cut_slot_stays_last() -> None:
 def test_a_slot_that_stands_by_takes_the_place_of_one_that_holds_nothing() -> None:
     copies = Copies(2, (("b", ((0, 1),), ()), ("c", ((1, 2),), ())))
     assert members_in_order(slots_of(["a", "b", "c"]), 2, copies) == (1, 2)
+
+
+def in_parts(shape: MeshSettings, size: int, lost: set[str], per_node: int = 1) -> tuple[Copies, list[Slot]]:
+    """What is left of a snapshot of `size` ranks, whose replicas are with the same lanes, and the slots that are."""
+    mesh, nodes = shape.mesh(size), [f"node{rank // per_node}" for rank in range(size)]
+    lanes = {node: frozenset(mesh.lane(rank) for rank in range(size) if nodes[rank] == node) for node in nodes}
+    held: dict[str, list[Held]] = {node: [] for node in nodes}
+    for rank, targets in enumerate(place_replicas(nodes, 1, shares=lanes)):
+        for node in (nodes[rank], *targets):
+            held[node].append(Held(1, 8, rank, size, node != nodes[rank]))
+    (found,) = recoverable({node: copies for node, copies in held.items() if node not in lost})
+    slots = [
+        (node, range(n * per_node, (n + 1) * per_node))
+        for n, node in enumerate(dict.fromkeys(nodes))
+        if node not in lost
+    ]
+    return copies_of(found), slots
+
+
+def moved(shape: MeshSettings, size: int, copies: Copies, before: Mesh, slots: list[Slot], ordered: bool) -> float:
+    """The share of the state that crosses the network, as the mesh policy counts it."""
+    node_of = {worker: node for node, workers in slots for worker in workers}
+    meshes = (before, shape.mesh(size)) if ordered else (None, None)
+    members = members_in_order(slots, size, copies, shape.cell, None, *meshes)
+    assert len(set(members)) == size
+    facts = MeshFacts(
+        shape, size, before=before, copies=copies, nodes_of=lambda _, mesh: [node_of[worker] for worker in members]
+    )
+    found = _moved(facts, MeshCandidate({}, size), _held(facts))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "lost", "after", "per_node", "most"),
+    [
+        # 16 nodes with a stage each: of four of a stage one is lost.
+        (MeshSettings(pp=4), 16, "node5", 12, 1, 1 / 12),
+        (MeshSettings(pp=4), 16, "node0", 12, 1, 1 / 12),
+        # Two stages to the node, and stages of sliced layers.
+        (MeshSettings(pp=4), 16, "node2", 12, 2, 1 / 8),
+        (MeshSettings(tp=2, pp=2), 16, "node3", 12, 2, 1 / 8),
+        # Nothing is lost with a node that comes back with nothing.
+        (MeshSettings(pp=4), 12, "", 12, 1, 0.0),
+    ],
+)
+def test_nodes_with_parts_of_cells_keep_their_parts(
+    shape: MeshSettings, size: int, lost: str, after: int, per_node: int, most: float
+) -> None:
+    """In the order of slots each node behind the lost one got another stage, and read all of it."""
+    copies, slots = in_parts(shape, size, {lost}, per_node)
+    before = shape.mesh(size)
+    assert moved(shape, after, copies, before, slots, ordered=True) <= most
+    if lost:
+        assert moved(shape, after, copies, before, slots, ordered=False) > 0.3
+
+
+@given(st.sampled_from([(1, 4), (2, 4), (4, 2), (2, 2)]), st.integers(2, 5), st.integers(1, 2), st.data())
+def test_parts_of_cells_never_move_more_than_in_the_order_of_slots(
+    axes: tuple[int, int], cells: int, per_node: int, data: st.DataObject
+) -> None:
+    shape = MeshSettings(tp=axes[0], pp=axes[1])
+    size = shape.cell * cells
+    gone = f"node{data.draw(st.integers(0, size // per_node - 1))}"
+    copies, slots = in_parts(shape, size, {gone}, per_node)
+    before, after = shape.mesh(size), size - shape.cell
+    moves = [moved(shape, after, copies, before, slots, ordered) for ordered in (True, False)]
+    assert moves[0] <= moves[1]
 
 
 def test_cells_stay_whole_and_parts_of_cells_stay_where_they_are() -> None:

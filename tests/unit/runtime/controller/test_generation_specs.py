@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.actions import BeginGeneration
+from elastic.core.mesh import MeshSettings
 from elastic.core.settings import CommunicationSettings, RunSettings
 from elastic.runtime.controller.hands.generation_specs import memory_plans, shared_spec
 from elastic.runtime.messages import NodeFacts
@@ -40,6 +41,19 @@ def test_what_all_ranks_are_told_is_made_once() -> None:
     mine = shared.of_rank(3, plans[3])
     assert (mine.rank, mine.memory) == (3, plans[3])
     assert mine == replace(shared, rank=3, memory=plans[3])
+
+
+def test_replicas_are_with_the_same_stage() -> None:
+    nodes = [f"n{number}" for number in range(8)]
+    known = {node: NodeFacts("mailbox", (node, 1), "memory") for node in nodes}
+    settings = RunSettings("r", mesh=MeshSettings(pp=2))
+    for rank, plan in enumerate(memory_plans(settings, nodes, known)):
+        assert plan is not None
+        ((target, _),) = plan.targets
+        assert nodes.index(target) % 2 == rank % 2
+    # Two neighbouring ranks to the node, each with both stages.
+    plans = memory_plans(settings, [node for node in nodes[:4] for _ in range(2)], known)
+    assert plans == memory_plans(RunSettings("r"), [node for node in nodes[:4] for _ in range(2)], known)
 
 
 def test_the_nodes_that_may_take_a_keepers_place_are_none_that_keep_the_shard() -> None:
