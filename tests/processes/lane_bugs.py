@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -108,6 +109,39 @@ def _put(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def boxes_transposed() -> Iterator[None]:
+    """What is read of a matrix by rows is put by columns."""
+    from elastic.training.state.recut import reading
+
+    original = reading._put
+
+    def put(target: torch.Tensor, values: torch.Tensor, part: Any) -> None:
+        original(target, values.view(part.box.rows, part.box.width).t().reshape(-1), part)
+
+    with mock.patch.object(reading, "_put", put):
+        yield
+
+
+@contextmanager
+def slices_of_nearly_even_widths() -> Iterator[None]:
+    """Whole heads are not looked at: of four heads the first of three ranks has two."""
+    from elastic.engines.deepspeed import cuts
+
+    original = cuts.cut_of
+
+    def nearly_even(meta: Mapping[str, Any]) -> Any:
+        cut = original(meta)
+        if not isinstance(cut, cuts.Cut):
+            return cut
+        lanes, width = len(cut.ranges), cut.shape[cut.dim]
+        edges = [-(-width * lane // lanes) for lane in range(lanes + 1)]
+        return replace(cut, ranges=tuple((one,) for one in pairwise(edges)))
+
+    with mock.patch.object(cuts, "cut_of", nearly_even):
+        yield
+
+
 def elements_one_further() -> AbstractContextManager[None]:
     return _put(lambda values: values.roll(1))
 
@@ -200,6 +234,8 @@ BUGS: Mapping[str, Bug] = {
     "slices of the other rank": slices_of_the_other_rank,
     "slices of the other lane": slices_of_the_other_lane,
     "elements one further": elements_one_further,
+    "boxes transposed": boxes_transposed,
+    "slices of nearly even widths": slices_of_nearly_even_widths,
     "moments of another kind": moments_of_another_kind,
     "blocks in reverse": blocks_in_reverse,
     "rows of the next experts": rows_of_the_next_experts,
