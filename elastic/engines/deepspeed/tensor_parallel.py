@@ -34,8 +34,10 @@ def configured(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """
     section = config.get(_SECTION) or {}
     inner = section.get("tp") or section.get(_SECTION) or {}
-    for path, size in (("autotp_size", section.get("autotp_size")), ("tp.tp_size", inner.get("tp_size"))):
-        if isinstance(size, int) and size > 1 and size != tp:
+    # 0, and 1 in the older section, are DeepSpeed's own way of saying nothing.
+    sizes = (("autotp_size", section.get("autotp_size"), 0), ("tp.tp_size", inner.get("tp_size"), 1))
+    for path, size, nothing in sizes:
+        if isinstance(size, int) and size > nothing and size != tp:
             raise UsageError(
                 f"DeepSpeed option {_SECTION}.{path} is {size}, and the job's mesh says tp: {tp}; give the job's "
                 f"mesh: {{tp: {size}}} alone, by which workers and samples are counted too"

@@ -47,7 +47,8 @@ def configured(config: Mapping[str, Any], ep: int, changes: bool = False, tp: in
     """
     section = config.get(SECTION) or {}
     size, enabled = section.get("autoep_size"), section.get("enabled")
-    if isinstance(size, int) and size > 1 and size != ep * tp:
+    # DeepSpeed's own default is 1, with which it is off.
+    if isinstance(size, int) and (size > 1 or enabled) and size != ep * tp:
         given = f"ep: {ep}" if tp == 1 else f"ep: {ep}, tp: {tp}"
         instead = f"mesh: {{ep: {size}}} alone" if tp == 1 else "mesh alone"
         raise UsageError(

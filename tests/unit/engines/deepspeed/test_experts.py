@@ -85,6 +85,11 @@ def test_stage_0_is_taken_where_nothing_is_clipped() -> None:
     [
         ({"expert_parallel": {"autoep_size": 4}}, 1, "autoep_size is 4, and the job's mesh says ep: 1; give the job's"),
         ({"expert_parallel": {"autoep_size": 4}}, 2, "autoep_size is 4, and the job's mesh says ep: 2"),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 1}},
+            2,
+            "autoep_size is 1, and the job's mesh says ep: 2",
+        ),
         ({"expert_parallel": {"enabled": False}}, 2, "enabled is false, and the job's mesh says ep: 2"),
         ({"expert_parallel": {"expert_tensor_parallel_size": 2}}, 2, "experts that are sliced too"),
         ({"expert_parallel": {"comm_backend": "deepep"}}, 2, "expert_parallel.comm_backend: its buffers"),

@@ -39,6 +39,7 @@ def test_without_a_mesh_nothing_is_set() -> None:
     [
         ({"autotp_size": 4}, 1, r"autotp_size is 4, and the job's mesh says tp: 1; give the job's mesh: {tp: 4} alone"),
         ({"autotp_size": 4}, 2, r"autotp_size is 4, and the job's mesh says tp: 2"),
+        ({"autotp_size": 1}, 2, r"autotp_size is 1, and the job's mesh says tp: 2"),
         ({"tp": {"tp_size": 4}}, 2, r"tensor_parallel.tp.tp_size is 4, and the job's mesh says tp: 2"),
         ({"vocab_parallel_lm_head": True}, 2, "vocab_parallel_lm_head: losses over slices of the vocabulary"),
         ({"keep_module_on_host": True}, 2, "keep_module_on_host"),
