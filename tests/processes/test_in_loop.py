@@ -88,6 +88,35 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
 
 
 @pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3", "FSDP2, layers"])
+def test_another_rank_is_lost_before_the_first_pass_with_fewer(crew: Crew, tmp_path: Path, engine: str) -> None:
+    """The new engine has seen no pass yet whose shape it could give. Seen: the function was called again."""
+    plain: dict[str, Any] = {**ENGINES[engine], "dropout": 0.1}
+    config = {**plain, "in_loop": True, "url": str(tmp_path / "moved"), "again": True}
+    config = {**config, "victim": 1, "at": AT, "where": "forward"}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1, "engine": _engine(plain)}
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+    crew.begin([0, 1, 2], "train_in_loop", config, **more)
+    left, first = [0, 1, 2], True
+    while len(left) > 1:
+        for number in left:
+            crew.reached(number, "there" if first else "there again")
+        if first:
+            crew.reached(0, f"committed step {AT}")
+        victim = left[1]
+        left.remove(victim)
+        crew.lose(victim, left)
+        crew.replace(victim)
+        if len(left) > 1:
+            crew.begin(left, "train_in_loop", config, checkpoint=store.list()[0].id, **more)
+        first = False
+    (alone,) = crew.run(left, "train_in_loop", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended([alone], "finished", LAST_STEP)
+    assert (alone.told["calls"], alone.told["world sizes"], alone.told["abandoned"]) == (1, [3, 2, 1], 2)
+    still = _undisturbed(crew, tmp_path / "still", plain, 3)
+    assert _distance(still.state, Run(tmp_path / "moved", [[alone]]).state) <= 8 * FLOOR
+
+
+@pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3", "FSDP2, layers"])
 def test_a_newcomer_that_is_lost_while_the_engine_is_rebuilt(crew: Crew, tmp_path: Path, engine: str) -> None:
     """The survivors are inside of the engine's construction then, on a model that is half changed."""
     plain: dict[str, Any] = {**ENGINES[engine], "dropout": 0.1}

@@ -278,6 +278,11 @@ def train_in_loop(config: dict[str, Any]) -> None:
             assert context.step == (scheduler.last_epoch if sharded else scheduler.last_batch_iteration + 1)
             last = engine.is_gradient_accumulation_boundary()
             at_fault = config.get("at") == context.step and passed["world sizes"] == [3] and last
+            if config.get("again") and passed["world sizes"] == [3, 2] and "again" not in passed:
+                passed["again"] = context.step
+                crew.point("there again")
+                if context.rank == 1:
+                    crew.stay()
             with elastic.step() if config.get("strict") else nullcontext():
                 for name in ("forward", "backward", "step"):
                     if at_fault and config["where"] == name:

@@ -67,7 +67,7 @@ class DeepSpeedAdapter:
         # Stage 3 gathers weights within the forward pass; tokens go to the ranks that have their experts.
         self._gathers = native.zero_optimization_partition_weights() or native.has_moe_layers
         self._hooks_called = self._calls_module and not self._gathers and _take_hooks(native)
-        self._output = LastOutput()
+        self._output = LastOutput.of(self.module)
         self.ledger = CollectiveLedger(self.device, {self.data_group: "dp"})
         self._whole_gradients: WholeGradients | None = None
         if native.autotp_size() > 1:
@@ -104,7 +104,7 @@ class DeepSpeedAdapter:
             raise
         if self._hooks_called:
             self.native._forward_epilogue()
-        return self._output.seen(output) if self._gathers else output
+        return self._output.seen(output, self.module.training) if self._gathers else output
 
     def ends_step(self, last: bool) -> None:
         if self.native.zero_optimization_partition_weights() and not self._has_pass:

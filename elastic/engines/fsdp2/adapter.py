@@ -151,7 +151,7 @@ class Fsdp2Adapter:
         self._belongings = belongings
         self._last, self._begun = True, False
         self._rate_factor: Callable[[], float] = lambda: 1.0
-        self._output = LastOutput()
+        self._output = LastOutput.of(self.module)
         self.ledger = CollectiveLedger(device, {self.data_group: "dp"})
         count_collectives(self.module, self.ledger)
         self._counted = CountedExchanges(self.ledger)
@@ -178,7 +178,7 @@ class Fsdp2Adapter:
     def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
         if last is not None:
             self.ends_step(last)
-        output = self._output.seen(self.module(*inputs, **named))
+        output = self._output.seen(self.module(*inputs, **named), self.module.training)
         if self._meshes.tp is not None:
             require_local(output, "the model's output")
         return output
