@@ -11,7 +11,15 @@ from typing import Any
 
 from elastic.comm.device_check import device_error
 from elastic.comm.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
-from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, RunOver, StorageError, UsageError
+from elastic.core.errors import (
+    CollectiveFailed,
+    ElasticError,
+    GenerationEnded,
+    IntegrityError,
+    RunOver,
+    StorageError,
+    UsageError,
+)
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines.base import EngineKind
 from elastic.training import cleanup, context, rng
@@ -139,8 +147,7 @@ class GenerationRunner:
         if isinstance(error, GenerationEnded):
             return self._result("ended", error, message=error.reason, text=None)
         if scope.ended is not None:
-            # The abort itself makes pending calls fail.
-            logger.debug("generation %d was aborted while in: %s", self.spec.generation, error)
+            self._say_of_the_end(error)
             return self._result("ended", error, message=scope.ended)
         if isinstance(error, UsageError):
             return self._result("usage_error", error)
@@ -155,6 +162,16 @@ class GenerationRunner:
         if scope.phase is Phase.RESTORING or isinstance(error, (IntegrityError, StorageError)):
             return self._result("restore_failed", error, checkpoint=self.spec.checkpoint)
         return self._result("user_error", error)
+
+    def _say_of_the_end(self, error: BaseException) -> None:
+        """The abort itself makes pending calls fail, and what the user's code makes of that is no failure of its own;
+        but it may be one."""
+        theirs = not isinstance(error, ElasticError) and as_collective_failure(error, self._scope.where()) is None
+        logger.log(
+            logging.WARNING if theirs else logging.DEBUG,
+            "generation %d had ended (%s) when %s was raised: %s; if that is the script's own, it comes again",
+            self.spec.generation, self._scope.ended, type(error).__name__, error,
+        )  # fmt: skip
 
     def _collective_failed(self, failure: CollectiveFailed) -> GenerationResult:
         sick = device_error(self._scope.device)

@@ -105,6 +105,23 @@ def test_broken_hardware_is_not_the_users_and_its_process_not_used_again(
 
 
 @pytest.mark.parametrize(
+    ("error", "said"),
+    [(KeyError("labels"), True), (RuntimeError("Connection closed by peer [127.0.0.1]:4242"), False)],
+)
+def test_what_a_script_raises_once_its_generation_has_ended_is_said(
+    error: Exception, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may follow from the end, and is no failure of the run; a defect of the script's must not hide in it."""
+    spec, where = GenerationSpec("run", 3, 0, 1), Rendezvous("127.0.0.1", 1)
+    runner = loop.GenerationRunner(spec, SilentCoordinator(), where, kind=NoEngine("gloo"))
+    runner.generation.scope.end("a node was lost")
+    assert runner.classify(error).kind == "ended"
+    runner.leave(runner.classify(error))
+    assert ("KeyError was raised: 'labels'; if that is the script's own" in caplog.text) is said
+    assert ("had ended" in caplog.text) is said
+
+
+@pytest.mark.parametrize(
     ("device", "kind", "clean"),
     [
         (None, "collective_failed", True),
