@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from elastic.training.data import reading_processes
 from elastic.training.data.reading_processes import ReadingProcesses
 
 
@@ -86,6 +87,25 @@ def test_what_was_asked_for_before_is_not_read(processes: ReadingProcesses) -> N
     second, _ = seen(processes.open(data, [[7], [8]], how(workers=1)))
     assert second == [[7], [8]]
     assert data.read.nonzero().flatten().tolist() == [0, 1, 7, 8]
+
+
+def test_one_that_hangs_in_its_sample_is_replaced(
+    processes: ReadingProcesses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The storage that a lost node has served, say: it must not hold up what comes after."""
+    monkeypatch.setattr(reading_processes, "_PATIENCE_S", 0.1)
+    processes.stay()
+    data = Told(slow=1)
+    batches = processes.open(data, [[0], [1]], how(workers=1))
+    (_, hangs), *_ = next(batches)
+    assert data.begun.acquire(timeout=60)
+    processes.release()
+    data.slow = 1 << 30
+    found, readers = seen(processes.open(data, [[2], [3]], how(workers=1)))
+    assert found == [[2], [3]]
+    assert hangs not in readers
+    assert not lives(hangs)
+    assert "timed out" in caplog.text
 
 
 def test_one_that_was_killed_is_replaced(processes: ReadingProcesses, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 5.0
+
 
 class ReadingProcesses:
     """Of one source on one rank. `open` for each generation, which ends with `release`; `close` with the function, or
@@ -32,17 +34,29 @@ class ReadingProcesses:
         if self._now is None:
             self._now = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._batches.now, self._batches.number = batches, int(self._now)
-        if self._loader is not None:
-            try:
-                return iter(self._loader)
-            except RuntimeError as error:
-                # One of them was killed meanwhile, for memory, say.
-                logger.warning("the processes that read the data are started again: %s", error)
-                self.close()
+        if (same := self._continued()) is not None:
+            return same
         self._loader = DataLoader(
             _Current(dataset, self._now), batch_sampler=self._batches, persistent_workers=True, **how
         )
         return iter(self._loader)
+
+    def _continued(self) -> Iterator[Any] | None:
+        """By the processes that there are, once each has done with the sample at hand; None where they cannot."""
+        if self._loader is None:
+            return None
+        before: Any = self._loader._iterator
+        # As long as torch waits for them when it ends them.
+        before._timeout = _PATIENCE_S
+        try:
+            return iter(self._loader)
+        except RuntimeError as error:
+            # One of them was killed meanwhile, for memory, say, or hangs in its sample.
+            logger.warning("the processes that read the data are started again: %s", error)
+            self.close()
+            return None
+        finally:
+            before._timeout = 0
 
     def release(self) -> None:
         """What was asked for and is not read yet is not needed any more."""
