@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,20 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
     # What the killed rank has reported went with it.
     expected = {name: loss for name, loss in still.losses.items() if int(name.removeprefix("loss ")) > AT}
     assert _distance(expected, moved.losses) <= 8 * FLOOR
+    assert samples(moved) == samples(still), "each once"
     assert _distance(still.state, moved.state) <= 8 * FLOOR
+
+
+def samples(run: Run) -> Counter[tuple[int, int]]:
+    """How often each position of the data was trained on in which step, after step `AT`."""
+    return Counter(
+        (report.step, position)
+        for outcome in run.outcomes
+        for report in outcome.reports
+        if report.step > AT
+        for span in report.positions
+        for position in range(*span)
+    )
 
 
 @pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3", "FSDP2, layers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,16 @@ def test_who_stays_is_not_called_again_and_who_joins_is_given_what_they_have(
 
 
 def test_one_that_is_called_again_alone_is_given_what_it_had(crew: Crew, tmp_path: Path, still: Run) -> None:
-    """Rank 0, since it has asked for its rank."""
+    """Rank 0, since it has asked for its rank. What its set-up costs again is named, and not what it keeps."""
     asks = config(tmp_path, asks_rank=True)
     begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
     moved = crew.run([1, 2], FUNCTION, asks, checkpoint=newest(tmp_path), **MORE)
     _assert_ended(moved, "finished", LAST_STEP)
     assert told(moved, "calls") == [2, 1]
+    assert told(moved, "kept") == [(2, 1), (1, 1)]
+    assert any(
+        re.search(r"its set-up has taken \d+\.\d s again; elastic\.keep", point) for point in crew.members[1].points
+    )
     assert told(moved, "name") == ["of generation first, call 1"] * 2
     assert told(moved, "seed") == [100] * 2
     assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
