@@ -87,9 +87,9 @@ def memory_plans(
     mesh = settings.mesh.shape(axes or {}).mesh(len(nodes))
     lanes: dict[str, set[int]] = {node: set() for node in own}
     for rank, node in enumerate(nodes):
-        lanes[node].add(mesh.lane(rank))
+        lanes[node].add(mesh.part(rank)[0])
     shares = {node: frozenset(found) for node, found in lanes.items()}
-    ringed = place_replicas(own, memory.replicas, domains, _SPARES, shares if mesh.lanes > 1 else None)
+    ringed = place_replicas(own, memory.replicas, domains, _SPARES, shares if mesh.part(0)[1] > 1 else None)
     count = memory.replicas
     by_node = {node: plan(ring[:count], spare=ring[count:]) for node, ring in zip(own, ringed, strict=True)}
     return tuple([by_node[node] for node in nodes])

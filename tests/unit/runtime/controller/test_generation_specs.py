@@ -43,15 +43,16 @@ def test_what_all_ranks_are_told_is_made_once() -> None:
     assert mine == replace(shared, rank=3, memory=plans[3])
 
 
-def test_replicas_are_with_the_same_stage() -> None:
+@pytest.mark.parametrize("mesh", [MeshSettings(pp=2), MeshSettings(tp=2), MeshSettings(ep=2)])
+def test_replicas_are_with_the_same_part_of_the_model(mesh: MeshSettings) -> None:
     nodes = [f"n{number}" for number in range(8)]
     known = {node: NodeFacts("mailbox", (node, 1), "memory") for node in nodes}
-    settings = RunSettings("r", mesh=MeshSettings(pp=2))
+    settings = RunSettings("r", mesh=mesh)
     for rank, plan in enumerate(memory_plans(settings, nodes, known)):
         assert plan is not None
         ((target, _),) = plan.targets
         assert nodes.index(target) % 2 == rank % 2
-    # Two neighbouring ranks to the node, each with both stages.
+    # Two neighbouring ranks to the node, which has both parts.
     plans = memory_plans(settings, [node for node in nodes[:4] for _ in range(2)], known)
     assert plans == memory_plans(RunSettings("r"), [node for node in nodes[:4] for _ in range(2)], known)
 
