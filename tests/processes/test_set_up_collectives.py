@@ -118,7 +118,7 @@ def test_a_set_up_that_is_another_than_that_of_the_others_is_done_by_all_togethe
         )
         for number in (0, 1):
             crew.abort(number, "a rank has failed")
-            # The failed rank's connections may end before it is told.
+            # The connections of the rank that failed may end before this one is told.
             assert crew.outcome(number).result.kind in ("ended", "collective_failed")
     grown = crew.run([0, 1, 2], FUNCTION, joins, **more)
     assert_all_together(crew, grown)
