@@ -107,6 +107,8 @@ def _member(rank: int, ranks: int, folder: str, result: Any, function: Callable[
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=_LIMIT)
+    # One that returned at once would leave while others still connect.
+    dist.barrier()
     try:
         result.send(function(Wire(), *arguments))
     finally:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainings import build, one_pass
 
 import elastic
-from elastic.training.in_loop import function_call
 
 # What each call of a function was given, in one process.
 KEPT: list[Any] = []
@@ -31,7 +30,6 @@ def agrees(config: dict[str, Any]) -> None:
     crew.told["name"] = names[0]
     if config.get("asks_rank"):
         crew.told["rank"] = dist.get_rank()
-        function_call._SLOW_S = 0.0
         if calls == 1:
             KEPT.clear()
         KEPT.append(elastic.keep(list, "data"))

@@ -252,6 +252,10 @@ def _live(pipe: Connection, prepare: str) -> None:
 TOKEN = bytes(range(32))
 
 
+def _tell_left(why: str) -> None:
+    tell("point", f"left: {why}")
+
+
 def _named(function: str) -> Any:
     module, _, name = function.rpartition(".")
     return getattr(importlib.import_module(module or "trainings"), name)
@@ -268,6 +272,7 @@ class Training:
         # As a worker has one for all its generations.
         self._call: Any = None
         self._called: tuple[str, dict[str, Any]] | None = None
+        self._slow_s: float | None = None
         self.thread = threading.Thread(target=self._train, daemon=True)
         self.thread.start()
 
@@ -335,8 +340,10 @@ class Training:
                 raise
 
     def _run(self, fn: str, config: dict[str, Any], runner: Any) -> None:
-        from elastic.training.in_loop.function_call import FunctionCall
+        from elastic.training.in_loop import function_call
 
+        self._slow_s = self._slow_s or function_call._SLOW_S
+        function_call._SLOW_S = config.get("slow_s", self._slow_s)
         new = self._call is None or self._called != (fn, config)
         # Of one function in one process, however often it was left.
         calls = {} if new or "calls" not in told else {"calls": told["calls"]}
@@ -346,7 +353,7 @@ class Training:
         function = _named(fn)
         if config.get("in_loop"):
             if new:
-                self._call = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
+                self._call = function_call.FunctionCall(function, config, self._next, _tell_left)
                 self._called = (fn, config)
             # A worker calls it ahead of its first generation alone.
             ahead = config.get("ahead") and (new or not config.get("places"))

@@ -73,7 +73,7 @@ def test_who_stays_is_not_called_again_and_who_joins_is_given_what_they_have(
 
 def test_one_that_is_called_again_alone_is_given_what_it_had(crew: Crew, tmp_path: Path, still: Run) -> None:
     """Rank 0, since it has asked for its rank. What its set-up costs again is named, and not what it keeps."""
-    asks = config(tmp_path, asks_rank=True)
+    asks = config(tmp_path, asks_rank=True, slow_s=0.0)
     begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
     moved = crew.run([1, 2], FUNCTION, asks, checkpoint=newest(tmp_path), **MORE)
     _assert_ended(moved, "finished", LAST_STEP)
