@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from elastic.checkpoint import hashing
 from elastic.checkpoint.hashing import BLOCK, KEY_NAMES, OFFSET, digest_bytes, factors, piece_digests, places
 from elastic.core.sharding.layout import RankLayout
 
@@ -27,6 +28,12 @@ def partial_digests(layout: RankLayout, tensors: Mapping[str, torch.Tensor]) -> 
 def digest(values: torch.Tensor, name: str, start: int = 0) -> int:
     """The partial digest of elements [start, start + len(values)) of the tensor `name` ("<kind>/<parameter>")."""
     return digest_bytes(_raw(values), _dtype_name(values), name, start)
+
+
+def digest_rows(values: torch.Tensor, name: str, start: int, rows: int, stride: int) -> int:
+    """The same of `rows` rows one after another in `values`, of which the first begins at element `start` of `name` and
+    each other `stride` elements behind the one before."""
+    return hashing.digest_rows(_raw(values), _dtype_name(values), name, start, rows, stride)
 
 
 def digest_on_device(values: torch.Tensor, name: str, start: int = 0) -> int:

@@ -78,6 +78,31 @@ def digest_bytes(data: memoryview, dtype: str, name: str, start: int = 0) -> int
     return total & _MASK64
 
 
+def digest_rows(data: memoryview, dtype: str, name: str, start: int, rows: int, stride: int) -> int:
+    """`digest_bytes` of `rows` rows one after another in `data`, of which the first begins at element `start` of `name`
+    and each other `stride` behind the one before."""
+    words: npt.NDArray[Any] = np.frombuffer(data, dtype=_word_type(dtype))
+    width, ratio = words.size // max(1, rows), ITEM_BYTES[dtype] // words.itemsize
+    if rows <= 1 or width in (0, stride * ratio):
+        return digest_bytes(data, dtype, name, start)
+    if width >= BLOCK:
+        size = len(data) // rows
+        parts = (data[row * size : (row + 1) * size] for row in range(rows))
+        return sum(digest_bytes(own, dtype, name, start + row * stride) for row, own in enumerate(parts)) & _MASK64
+    seed, table = _seed(KEY_NAMES[dtype], name), places()
+    at_once, total = BLOCK // width, 0
+    for row in range(0, rows, at_once):
+        values = words.reshape(rows, width)[row : row + at_once]
+        index = (start + row * stride) * ratio + np.arange(len(values))[:, None] * (stride * ratio) + np.arange(width)
+        blocks = index // BLOCK
+        index %= BLOCK
+        products = (values.astype(np.int64) + OFFSET) * table[index]
+        first = int(blocks[0, 0])
+        known = _factors(seed, first, int(blocks[-1, -1]) - first + 1)
+        total += int((products * known[blocks - first]).sum())
+    return total & _MASK64
+
+
 def piece_digests(
     chunks: Iterable[Chunk],
     buffers: Mapping[str, tuple[str, memoryview]],
@@ -111,8 +136,7 @@ def places() -> npt.NDArray[np.int64]:
 
 def factors(dtype: str, name: str, blocks: int, first: int = 0) -> npt.NDArray[np.int64]:
     """The factors of `blocks` blocks of a tensor, from block `first` on; modulo 2**64, as int64."""
-    seed = _seed(KEY_NAMES[dtype], name)
-    return np.array([_factor(seed, first + block) for block in range(blocks)], dtype=np.uint64).view(np.int64)
+    return _factors(_seed(KEY_NAMES[dtype], name), first, blocks)
 
 
 def _word_type(dtype: str) -> type[np.generic]:
@@ -134,6 +158,10 @@ def _table() -> tuple[npt.NDArray[np.int64], list[int]]:
 @lru_cache(maxsize=4096)
 def _seed(dtype: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{dtype} {name}".encode(), digest_size=8).digest(), "little")
+
+
+def _factors(seed: int, first: int, blocks: int) -> npt.NDArray[np.int64]:
+    return np.array([_factor(seed, first + block) for block in range(blocks)], dtype=np.uint64).view(np.int64)
 
 
 def _factor(seed: int, block: int) -> int:

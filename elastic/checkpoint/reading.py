@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
@@ -20,21 +20,31 @@ _JOBS_PER_THREAD = 8
 
 @dataclass(frozen=True)
 class Request:
-    """One read: the bytes of `file` from `begin` on fill the views in order."""
+    """One read: the bytes of `file` from `begin` on fill the views in order, or `rows` rows of them do, each `stride`
+    behind the one before."""
 
     file: str
     begin: int
     views: tuple[memoryview, ...]
+    rows: int = 1
+    stride: int = 0
 
     @property
     def bytes(self) -> int:
         return sum(len(view) for view in self.views)
 
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return self.bytes // self.rows
+
 
 def requests(
-    manifest: Manifest, ranges: Sequence[ReadRange], *, max_bytes: int, max_gap_bytes: int = 0
+    manifest: Manifest, ranges: Sequence[ReadRange], *, max_bytes: int, max_gap_bytes: int = 0, packs: bool = False
 ) -> list[Request]:
     """The reads that fill all targets. Raises IntegrityError for a range that is not in the manifest.
+
+    `packs`: who reads can put rows together; else each is a read.
 
     Ranges at most `max_gap_bytes` apart in one file become one read (bytes between are read and dropped); no read is
     longer than `max_bytes`, so that long ones run in parallel.
@@ -47,13 +57,29 @@ def requests(
         return {tensor.key: tensor for tensor in shards[rank].tensors} if rank in shards else {}
 
     wanted: list[tuple[str, int, memoryview]] = []
+    packed: list[Request] = []
     for item in ranges:
         tensor = _find(stored(item.rank), item, manifest.id)
-        begin = tensor.begin + item.offset * item.target.element_size()
+        size, file = item.target.element_size(), shards[item.rank].file
+        begin, width, stride = tensor.begin + item.offset * size, item.numel * size, item.stride * size
         view = bytes_of(item.target)
-        for at in range(0, len(view), max_bytes):
-            wanted.append((shards[item.rank].file, begin + at, view[at : at + max_bytes]))
-    return _joined(sorted(wanted, key=lambda part: part[:2]), max_bytes, max_gap_bytes)
+        if packs and item.rows > 1 and 0 < width <= max_bytes:
+            packed += _rows(Request(file, begin, (view,), item.rows, stride), max_bytes // width)
+            continue
+        for row in range(item.rows):
+            for at in range(0, width, max_bytes):
+                part = view[row * width + at : row * width + min(width, at + max_bytes)]
+                wanted.append((file, begin + row * stride + at, part))
+    return _joined(sorted(wanted, key=lambda part: part[:2]), max_bytes, max_gap_bytes) + packed
+
+
+def _rows(whole: Request, count: int) -> Iterator[Request]:
+    """In requests of at most so many rows."""
+    (view,), width = whole.views, whole.width
+    for row in range(0, whole.rows, count):
+        rows = min(count, whole.rows - row)
+        part = view[row * width : (row + rows) * width]
+        yield replace(whole, begin=whole.begin + row * whole.stride, views=(part,), rows=rows)
 
 
 def fetch(objects: Objects, folder: str, reads: Sequence[Request], threads: int) -> int:
@@ -103,9 +129,11 @@ def _find(stored: Mapping[str, StoredTensor], item: ReadRange, checkpoint_id: st
     tensor = stored[item.key]
     if DTYPE_NAMES.get(item.target.dtype) != tensor.dtype:
         raise IntegrityError(f"{item.key!r} is stored as {tensor.dtype}, not as {item.target.dtype}", where)
-    if item.target.dim() != 1 or item.target.numel() != item.numel or not item.target.is_contiguous():
-        raise IntegrityError(f"a target for {item.key!r} is not 1-D contiguous memory of {item.numel} elements", where)
-    if item.offset < 0 or item.offset + item.numel > tensor.numel:
-        stop = item.offset + item.numel
-        raise IntegrityError(f"{item.key!r} has {tensor.numel} elements, not [{item.offset}, {stop})", where)
+    numel = item.rows * item.numel
+    if item.target.dim() != 1 or item.target.numel() != numel or not item.target.is_contiguous():
+        raise IntegrityError(f"a target for {item.key!r} is not 1-D contiguous memory of {numel} elements", where)
+    if item.rows > 1 and item.stride < item.numel:
+        raise IntegrityError(f"rows of {item.numel} elements of {item.key!r} are {item.stride} apart", where)
+    if item.offset < 0 or item.stop > tensor.numel:
+        raise IntegrityError(f"{item.key!r} has {tensor.numel} elements, not [{item.offset}, {item.stop})", where)
     return tensor

@@ -7,7 +7,7 @@ is numbered; all calls come from the restoring worker's training thread, none of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from elastic.core.checkpoint.manifest import Manifest
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadRange:
-    """Read `numel` elements at `offset` (elements) of the stored tensor `key` of `rank`'s shard into `target`.
+    """Read `rows` rows of `numel` elements of the stored tensor `key` of `rank`'s shard into `target`: the first at
+    `offset`, each `stride` behind the one before (elements).
 
-    `target` is a 1-D contiguous CPU tensor of exactly `numel` elements and of the stored dtype.
+    `target` is a 1-D contiguous CPU tensor of exactly `rows * numel` elements and of the stored dtype. Rows do not
+    overlap; one row has no stride.
     """
 
     rank: int
@@ -28,6 +30,29 @@ class ReadRange:
     offset: int
     numel: int
     target: torch.Tensor
+    rows: int = 1
+    stride: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The first element behind the last row."""
+        return self.offset + (self.rows - 1) * self.stride + self.numel
+
+    def split(self, elements: int) -> tuple[list[ReadRange], list[ReadRange]]:
+        """The first `elements` of what it reads, and the others."""
+        row, part = divmod(elements, self.numel)
+        first, rest = [self._of(0, row)] if row else [], []
+        if part:
+            cut, row = self._of(row, row + 1), row + 1
+            first.append(replace(cut, numel=part, target=cut.target[:part]))
+            target = cut.target[part:]
+            rest.append(replace(cut, offset=cut.offset + part, numel=target.numel(), target=target))
+        return first, [*rest, self._of(row, self.rows)] if row < self.rows else rest
+
+    def _of(self, row: int, end: int) -> ReadRange:
+        target = self.target[row * self.numel : end * self.numel]
+        stride = self.stride if end - row > 1 else 0
+        return replace(self, offset=self.offset + row * self.stride, target=target, rows=end - row, stride=stride)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -87,13 +86,9 @@ def _split(ranges: Sequence[ReadRange], size: int) -> tuple[list[ReadRange], lis
     first: list[ReadRange] = []
     for number, read in enumerate(ranges):
         elements = max(1, size // read.target.element_size()) if not first else size // read.target.element_size()
-        if elements < read.numel:
-            if elements:
-                first.append(replace(read, numel=elements, target=read.target[:elements]))
-                read = replace(
-                    read, offset=read.offset + elements, numel=read.numel - elements, target=read.target[elements:]
-                )
-            return first, [read, *ranges[number + 1 :]]
+        if elements < read.target.numel():
+            begin, rest = read.split(elements)
+            return [*first, *begin], [*rest, *ranges[number + 1 :]]
         first.append(read)
         size -= _bytes(read)
     return first, []

@@ -432,7 +432,39 @@ def test_what_is_not_held_is_not_read(stack: ExitStack) -> None:
         node.record(held(record, 2))
 
 
-@pytest.mark.parametrize("part", [[-1, 5], [0, 10**9], [8023, 2], [10**30, 1], [5, -5]])
+@pytest.mark.parametrize("nearby", [True, False], ids=["own node", "network"])
+def test_rows_of_a_shard_arrive_together(stack: ExitStack, nearby: bool) -> None:
+    """More than are packed at once, and a row that the last byte of the shard ends."""
+    node = server(stack)
+    memory = worker(stack, node)
+    record = template(0, 1, 1, 200_000)
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    manifest = assemble([samples.full_record(record, 1)], run_id="run")
+    stored = torch.from_numpy(samples.content(record, 1).copy())[record.tensors[0].begin :].view(torch.int32)
+    numel, width, stride = record.tensors[0].numel, 3, 7
+    rows = (numel - width) // stride + 1
+    offset = numel - width - (rows - 1) * stride
+    target = torch.zeros(rows * width)
+    holder = Holder(node.address, node.local_name if nearby else None)
+    source = MemorySource(lambda _: manifest, {0: holder}, TOKEN, timeout_s=30)
+    found = source.read(manifest, [ReadRange(0, "fp32/flat", offset, width, target, rows, stride)])
+    assert found.total == target.nbytes, "what lies between them was not read"
+    assert torch.equal(
+        target.view(torch.int32).view(rows, width), stored[offset:numel].as_strided((rows, width), (stride, 1))
+    )
+    for wrong in ((offset + 1, stride, f"has {numel} elements"), (offset, 2, "rows of 3 elements .* are 2 apart")):
+        with pytest.raises(IntegrityError, match=wrong[2]):
+            source.read(manifest, [ReadRange(0, "fp32/flat", wrong[0], width, target, rows, wrong[1])])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        [-1, 5, 1, 0], [0, 10**9, 1, 0], [8023, 2, 1, 0], [10**30, 1, 1, 0], [5, -5, 1, 0],
+        [0, 8, 1004, 8], [0, 8, 2, 4], [0, 0, 2, 8], [0, 8, 0, 0], [0, 1, 10**9, 1],
+    ],
+)  # fmt: skip
 def test_bytes_outside_of_a_shard_are_not_given(stack: ExitStack, part: list[int]) -> None:
     node = server(stack)
     memory = worker(stack, node)
@@ -442,9 +474,9 @@ def test_bytes_outside_of_a_shard_are_not_given(stack: ExitStack, part: list[int
     take(memory, record, 1)
     with closing(connect(node.address, TOKEN)) as channel:
         request = {"do": "read", "generation": 1, "step": 1, "rank": 0}
-        with pytest.raises(IntegrityError, match=r"are not in 8024|is not a whole number"):
-            channel.ask({**request, "parts": [[0, 8], part]})
-        assert channel.ask({**request, "parts": [[8000, 24]]}) == {}
+        with pytest.raises(IntegrityError, match=r"are not in 8024|is not a whole number|rows of .* bytes that are"):
+            channel.ask({**request, "parts": [[0, 8, 1, 0], part]})
+        assert channel.ask({**request, "parts": [[8000, 24, 1, 0]]}) == {}
         assert channel.exactly(24) == samples.content(record, 1)[8000:].tobytes()
 
 

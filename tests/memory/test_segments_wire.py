@@ -132,7 +132,7 @@ PEER_REQUESTS = [
     OpenParity((0, 1), template(1), (1, 2)),
     PushReplica(4, None, (-1, -1)),
     PushShare(4, {}, (1, 3)),
-    ReadShard(1, 2, 0, ((0, 8), (16, 4))),
+    ReadShard(1, 2, 0, ((0, 8, 1, 0), (16, 4, 3, 8))),
     ProbeSending(1024),
     ProbeReceiving(1024),
 ]

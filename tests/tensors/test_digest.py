@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic.checkpoint import digest as digest_module
 from elastic.checkpoint import hashing as module
-from elastic.checkpoint.digest import digest, partial_digests
+from elastic.checkpoint.digest import digest, digest_rows, partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import zero3_layout, zero12_layout
@@ -47,6 +47,16 @@ def test_follows_its_formula() -> None:
         for i, word in enumerate(words, first)
     )
     assert digest(values(1000, torch.int32), "k/n", first) == expected % 2**64
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), width=st.sampled_from([0, 1, 3, 50, 33_000, 70_000]))
+def test_rows_have_the_digest_of_what_they_are_rows_of(data: st.DataObject, dtype: torch.dtype, width: int) -> None:
+    rows = data.draw(st.integers(1, 5 if width > 1000 else 3000))
+    stride = width + data.draw(st.sampled_from([0, 1, 7, 100_000 if rows < 100 else 64]))
+    start = data.draw(st.integers(0, 70_000))
+    tensor = values(rows * width, dtype)
+    expected = sum(digest(own, "k/n", start + row * stride) for row, own in enumerate(tensor.view(rows, width)))
+    assert digest_rows(tensor, "k/n", start, rows, stride) == expected % 2**64
 
 
 @given(dtype=st.sampled_from(DTYPES), count=st.integers(1, 300), start=st.integers(0, 70_000), shift=st.integers(0, 7))

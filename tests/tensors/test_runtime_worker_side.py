@@ -343,17 +343,19 @@ def test_a_large_state_is_read_in_parts_each_with_its_own_limit(monkeypatch: pyt
             if len(reads) % 2:
                 raise StorageError("away")
             for r in ranges:
-                r.target.copy_(torch.arange(r.offset, r.offset + r.numel, dtype=r.target.dtype))
+                rows = r.offset + r.stride * torch.arange(r.rows)[:, None] + torch.arange(r.numel)
+                r.target.copy_(rows.reshape(-1))
             return BytesRead(storage=sum(r.target.nbytes for r in ranges))
 
     waits: list[float] = []
     # One failure a part: as a whole longer than the limit.
     source: Any = Throttled()
     patient = RetryingSource(source, 1.0, 1.5, waits.append, moved.append)
-    first, second = torch.zeros(100), torch.zeros(7, dtype=torch.float64)
+    first, second, rows = torch.zeros(100), torch.zeros(7, dtype=torch.float64), torch.zeros(22 * 5)
     anything: Any = None
-    ranges = [ReadRange(0, "a", 0, 100, first), ReadRange(1, "b", 5, 7, second)]
-    assert patient.read(anything, ranges).total == sum(moved) == first.nbytes + second.nbytes
+    ranges = [ReadRange(0, "a", 0, 100, first), ReadRange(1, "b", 5, 7, second), ReadRange(2, "c", 9, 5, rows, 22, 8)]
+    assert patient.read(anything, ranges).total == sum(moved) == first.nbytes + second.nbytes + rows.nbytes
+    assert torch.equal(rows.view(22, 5), 9.0 + 8 * torch.arange(22.0)[:, None] + torch.arange(5.0))
     assert torch.equal(first, torch.arange(100.0))
     assert torch.equal(second, torch.arange(5.0, 12.0, dtype=torch.float64))
     assert len(moved) > 2

@@ -71,16 +71,19 @@ def test_requests_fetch_each_byte_once(data: st.DataObject, gap: int, limit: int
                 continue
             offset = data.draw(st.integers(0, stored.numel - 1))
             numel = data.draw(st.integers(1, stored.numel - offset))
-            target = torch.zeros(numel, dtype=full[shard.rank][stored.key].dtype)
-            ranges.append(ReadRange(shard.rank, stored.key, offset, numel, target))
+            stride = numel + data.draw(st.integers(0, 3))
+            rows = 1 + data.draw(st.integers(0, min(5, (stored.numel - offset - numel) // stride)))
+            target = torch.zeros(rows * numel, dtype=full[shard.rank][stored.key].dtype)
+            ranges.append(ReadRange(shard.rank, stored.key, offset, numel, target, rows, stride))
     reads = requests(manifest, ranges, max_bytes=limit, max_gap_bytes=gap)
-    needed = sum(item.numel * item.target.element_size() for item in ranges)
+    needed = sum(item.rows * item.numel * item.target.element_size() for item in ranges)
     assert all(read.bytes <= limit for read in reads)
     assert sum(read.bytes for read in reads) == needed if gap == 0 else sum(read.bytes for read in reads) >= needed
     assert store.read(manifest, ranges) == BytesRead(storage=sum(read.bytes for read in reads))
     for item in ranges:
-        stored_part = full[item.rank][item.key][item.offset : item.offset + item.numel]
-        assert torch.equal(item.target.view(torch.uint8), stored_part.view(torch.uint8))
+        stored_part = full[item.rank][item.key][item.offset : item.stop]
+        rows = stored_part.as_strided((item.rows, item.numel), (item.stride, 1), stored_part.storage_offset())
+        assert torch.equal(item.target.view(torch.uint8), rows.contiguous().view(-1).view(torch.uint8))
 
 
 def test_neighbours_become_one_read(tmp_path: Path) -> None:

@@ -46,8 +46,15 @@ def _pair(value: Any) -> tuple[int, int]:
     return first, second
 
 
-def _pairs(value: Any) -> tuple[tuple[int, int], ...]:
-    return tuple(map(_pair, _list(value)))
+def _part(value: Any) -> tuple[int, int, int, int]:
+    begin, width, rows, stride = _counts(value)
+    if not rows or (rows > 1 and not 0 < width <= stride):
+        raise ValueError(f"{rows} rows of {width} bytes that are {stride} apart")
+    return begin, width, rows, stride
+
+
+def _parts(value: Any) -> tuple[tuple[int, int, int, int], ...]:
+    return tuple(map(_part, _list(value)))
 
 
 def _ref(value: Any) -> SnapshotRef | None:
@@ -204,13 +211,16 @@ class ShardHash:
 
 @dataclass(frozen=True)
 class ReadShard:
-    """Read parts (begin, count) of a shard. Answer: `Done` and the bytes of all parts; then `Release`, then `Done`."""
+    """Read parts of a shard: (begin, width, rows, stride), in bytes but for the number of rows. Rows do not overlap.
+
+    Answer: `Done` and the rows of all parts, one after another; then `Release`, then `Done`.
+    """
 
     do: ClassVar[str] = "read"
     generation: int = field(metadata=_read(count))
     step: int = field(metadata=_read(count))
     rank: int = field(metadata=_read(count))
-    parts: tuple[tuple[int, int], ...] = field(metadata=_read(_pairs))
+    parts: tuple[tuple[int, int, int, int], ...] = field(metadata=_read(_parts))
 
 
 def _probe_size(value: Any) -> int:

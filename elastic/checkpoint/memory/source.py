@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from elastic.checkpoint.memory.messages import Leased, LeaseShard, ReadShard, Release, from_json, request_to_json
+from elastic.checkpoint.memory.segments import packed
 from elastic.checkpoint.reading import Request, requests
 from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.core.checkpoint.manifest import Manifest
@@ -87,7 +89,7 @@ class MemorySource:
         the holder when it cannot be reached or does not deliver in time.
         """
         ranks = {shard.file: shard.rank for shard in manifest.shards}
-        wanted = requests(manifest, ranges, max_bytes=_STREAM_BYTES)
+        wanted = requests(manifest, ranges, max_bytes=_STREAM_BYTES, packs=True)
         by_rank: dict[int, list[Request]] = {}
         for request in wanted:
             by_rank.setdefault(ranks[request.file], []).append(request)
@@ -195,7 +197,7 @@ class _Fetch:
                 self._channel.shut()
 
     def _receive(self, channel: Channel) -> None:
-        parts = tuple((request.begin, request.bytes) for request in self._requests)
+        parts = tuple((each.begin, each.width, each.rows, each.stride) for each in self._requests)
         channel.ask(request_to_json(ReadShard(*self._shard, parts)))
         channel.recv_into([view for request in self._requests for view in request.views])
         channel.ask(request_to_json(Release()))
@@ -209,7 +211,10 @@ class _Fetch:
         try:
             from_json(answer["answer"], Leased)
             for request in self._requests:
-                _read_at(fd, request)
+                if request.rows == 1:
+                    _read_at(fd, request)
+                else:
+                    _read_rows(fd, request)
                 self._copied += request.bytes
         finally:
             os.close(fd)
@@ -224,6 +229,21 @@ def _read_at(fd: int, request: Request) -> None:
         if not count:
             raise IntegrityError(f"a shard in memory ends before byte {begin}, which its record says it has")
         begin, pending = begin + count, split_views(pending, count)[1]
+
+
+def _read_rows(fd: int, request: Request) -> None:
+    (target,) = request.views
+    begin, end = request.begin, request.begin + (request.rows - 1) * request.stride + request.width
+    first = begin - begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        mapped = mmap.mmap(fd, end - first, prot=mmap.PROT_READ, offset=first)
+    except ValueError as error:
+        raise IntegrityError(f"a shard in memory ends before byte {end}, which its record says it has") from error
+    with mapped, memoryview(mapped) as memory:
+        done = 0
+        for part in packed(memory, begin - first, request.width, request.rows, request.stride):
+            target[done : done + len(part)] = part
+            done += len(part)
 
 
 def _split_requests(requests: Sequence[Request]) -> list[list[Request]]:

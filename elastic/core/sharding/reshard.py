@@ -7,8 +7,8 @@ its source by bisection, so the cost is linear (up to that logarithm) in the chu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import add, le
 from typing import Any
 from zlib import crc32
@@ -19,7 +19,8 @@ from elastic.core.sharding.layout import Chunk, RankLayout
 
 @dataclass(frozen=True)
 class ReadItem:
-    """Read `numel` elements from a source rank's buffer into a buffer of the target rank. Counts are elements.
+    """Read `numel` elements from a source rank's buffer into a buffer of the target rank, or `rows` times so many: each
+    row begins `source_stride` behind the one before, and follows it in the target. Counts are elements.
 
     `name` is the parameter that the range begins with: a merged item may continue into the parameters that follow it in
     both buffers. The same item holds for every kind of tensor that both buffers exist for.
@@ -32,6 +33,8 @@ class ReadItem:
     target_offset: int
     numel: int
     name: str
+    rows: int = 1
+    source_stride: int = 0
 
 
 # All holders of exactly the same interval of a parameter, as (rank, chunk).
@@ -75,15 +78,33 @@ class SourceIndex:
         for chunk in sorted(target.chunks, key=lambda chunk: (chunk.buffer, chunk.offset)):
             at = chunk.start
             while at < chunk.stop:
-                item = self._item(chunk, at, spread)
+                item, _ = self._item(chunk, at, spread)
                 at += item.numel
                 if items and _continues(items[-1], item):
                     item = _joined(items.pop(), item)
                 items.append(item)
         return tuple(items)
 
-    def _item(self, chunk: Chunk, at: int, spread: int) -> ReadItem:
-        """The longest item that fills `chunk` from element `at` of its parameter on."""
+    def plan_rows(self, first: Chunk, rows: int, stride: int, spread: int = 0) -> Iterator[ReadItem]:
+        """The same for `rows` rows that each begin `stride` (> the row's elements) behind the one before in their
+        parameter, and follow each other in the target; `first` is the first of them. An item has as many as one
+        source holds whole."""
+        row = 0
+        while row < rows:
+            start, offset = first.start + row * stride, first.offset + row * first.numel
+            chunk = Chunk(first.name, start, first.numel, first.buffer, offset)
+            at, whole = start, 0
+            while at < chunk.stop:
+                item, source = self._item(chunk, at, spread)
+                if item.numel == first.numel:
+                    whole = min(rows - row, (source.stop - chunk.stop) // stride + 1)
+                    item = replace(item, rows=whole, source_stride=stride if whole > 1 else 0)
+                yield item
+                at += item.numel
+            row += whole or 1
+
+    def _item(self, chunk: Chunk, at: int, spread: int) -> tuple[ReadItem, Chunk]:
+        """The longest item that fills `chunk` from element `at` of its parameter on, and what it is read of."""
         starts, held = self._intervals(chunk.name)
         found = bisect_right(starts, at) - 1
         if found < 0 or held[found][0][1].stop <= at:
@@ -93,7 +114,7 @@ class SourceIndex:
         # crc32 and not hash(): every process must choose the same source in every run.
         chosen = (crc32(chunk.name.encode()) + spread) % len(holders) if len(holders) > 1 else 0
         rank, source = holders[chosen]
-        return ReadItem(
+        item = ReadItem(
             source_rank=rank,
             source_buffer=source.buffer,
             source_offset=source.offset + at - source.start,
@@ -102,6 +123,7 @@ class SourceIndex:
             numel=min(source.stop, chunk.stop) - at,
             name=chunk.name,
         )
+        return item, source
 
     def _intervals(self, name: str) -> tuple[Sequence[int], Sequence[_Holders]]:
         if name not in self._ordered:

@@ -39,6 +39,7 @@ from elastic.checkpoint.memory.messages import (
     to_json,
     worker_request,
 )
+from elastic.checkpoint.memory.segments import packed
 from elastic.checkpoint.memory.server.commit_thread import Job
 from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.parity import Parity
@@ -263,13 +264,19 @@ class PeerSession:
 
     def _read(self, request: ReadShard) -> None:
         with self._shards.reading(request.generation, request.step, request.rank) as reading:
-            for begin, count in request.parts:
-                if begin + count > reading.segment.nbytes:
-                    raise IntegrityError(f"bytes [{begin}, {begin + count}) are not in {reading.segment.nbytes}")
+            for begin, width, rows, stride in request.parts:
+                if (end := begin + (rows - 1) * stride + width) > reading.segment.nbytes:
+                    raise IntegrityError(f"bytes [{begin}, {end}) are not in {reading.segment.nbytes}")
             self._channel.cork(True)
             self._send(Done())
-            for begin, count in request.parts:
-                self._channel.send_file(reading.segment.fd, begin, count)
+            for begin, width, rows, stride in request.parts:
+                if rows == 1:
+                    self._channel.send_file(reading.segment.fd, begin, width)
+                    continue
+                with reading.segment.map() as memory:
+                    for part in packed(memory, begin, width, rows, stride):
+                        self._channel.send_bytes(part)
+                        self._channel.sent_bytes += len(part)
             self._channel.cork(False)
             _await_release(self._channel)
         self._send(Done())

@@ -62,7 +62,7 @@ def read_shard(token: bytes, source: Address, held: Held, length: int) -> Iterat
 
     Raises StorageError when the source cannot be reached, and IntegrityError when it does not hold the shard any more.
     """
-    request = ReadShard(held.generation, held.step, held.rank, ((0, length),))
+    request = ReadShard(held.generation, held.step, held.rank, ((0, length, 1, 0),))
     scratch = memoryview(bytearray(min(CHUNK_BYTES, length)))
     try:
         with closing(connect(source, token)) as channel:

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from elastic.checkpoint.digest import digest
+from elastic.checkpoint.digest import digest_rows
 from elastic.checkpoint.shards import torch_dtype
 from elastic.checkpoint.source import BytesRead, CheckpointSource, ReadRange
 from elastic.core.checkpoint.lanes import lane_of
@@ -88,13 +88,14 @@ class _Lane:
 
     def ranges(self, part: _Part, targets: Mapping[str, torch.Tensor]) -> Iterator[ReadRange]:
         """The rows of a box, into `targets` of each kind, one after another."""
-        chunks = tuple(Chunk(part.name, first, numel, _TARGET, at) for first, numel, at in _stored(part.box))
-        for item in self._index.plan(RankLayout(chunks, {}), self._spread):
+        rows, width = _rows(part.box, part.box.source_stride)
+        first = Chunk(part.name, part.box.source, width, _TARGET, 0)
+        for item in self._index.plan_rows(first, rows, part.box.source_stride, self._spread):
             stored: Mapping[str, StoredTensor] = self._kinds(item.source_rank).get(item.source_buffer, {})
             for kind, tensor in stored.items():
-                target = targets[kind][item.target_offset : item.target_offset + item.numel]
+                target = targets[kind][item.target_offset : item.target_offset + item.rows * item.numel]
                 rank = self._shards[item.source_rank].rank
-                yield ReadRange(rank, tensor.key, item.source_offset, item.numel, target)
+                yield ReadRange(rank, tensor.key, item.source_offset, item.numel, target, item.rows, item.source_stride)
 
 
 def _memory(live: Inventory, stored: _Stored) -> dict[str, dict[str, torch.Tensor]]:
@@ -147,16 +148,9 @@ def _cut(box: Box, numel: int) -> Iterator[Box]:
             )
 
 
-def _stored(box: Box) -> Iterator[tuple[int, int, int]]:
-    """The box's elements in its lane's slice: (first, number, how many there were before)."""
-    return _runs(box, box.source, box.source_stride)
-
-
-def _runs(box: Box, begin: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    if box.rows == 1 or stride == box.width:
-        yield begin, box.rows * box.width, 0
-        return
-    yield from ((begin + row * stride, box.width, row * box.width) for row in range(box.rows))
+def _rows(box: Box, stride: int) -> tuple[int, int]:
+    """How many rows of how many elements a box has where they are so far apart: one where none is between them."""
+    return (1, box.rows * box.width) if box.rows == 1 or stride == box.width else (box.rows, box.width)
 
 
 def _host(box: Box, dtype: str) -> torch.Tensor:
@@ -166,14 +160,10 @@ def _host(box: Box, dtype: str) -> torch.Tensor:
 def _note(seen: Seen, made: Made, key: str, part: _Part, values: torch.Tensor) -> None:
     box = part.box
     total, count = seen.get((key, box.lane), (0, 0))
-    stored = _digest(values, key, _stored(box))
+    stored = digest_rows(values, key, box.source, box.rows, box.source_stride)
     seen[key, box.lane] = (total + stored) % 2**64, count + values.numel()
-    here = _digest(values, key, _runs(box, part.chunk.start + box.target, box.target_stride))
+    here = digest_rows(values, key, part.chunk.start + box.target, box.rows, box.target_stride)
     made[key] = (made.get(key, 0) + here) % 2**64
-
-
-def _digest(values: torch.Tensor, key: str, runs: Iterator[tuple[int, int, int]]) -> int:
-    return sum(digest(values[at : at + numel], key, first) for first, numel, at in runs)
 
 
 def _put(target: torch.Tensor, values: torch.Tensor, part: _Part) -> None:

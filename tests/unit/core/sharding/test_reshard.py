@@ -85,6 +85,29 @@ def test_any_layout_becomes_any_other(data: st.DataObject, numels: dict[str, int
 
 
 @given(data=st.data(), numels=NUMELS)
+def test_rows_of_a_parameter_are_few_items(data: st.DataObject, numels: dict[str, int]) -> None:
+    source = data.draw(cut_layouts(numels, replicas=True))
+    name = data.draw(st.sampled_from(sorted(numels)))
+    width = data.draw(st.integers(1, numels[name]))
+    stride = width + data.draw(st.integers(1, 4))
+    start = data.draw(st.integers(0, numels[name] - width))
+    rows = 1 + data.draw(st.integers(0, (numels[name] - width - start) // stride))
+    values, found = fill(source), [PADDING] * (3 + rows * width)
+    items = list(SourceIndex(source.ranks).plan_rows(Chunk(name, start, width, "own", 3), rows, stride, spread=1))
+    for item in items:
+        held = values[item.source_rank][item.source_buffer]
+        for row in range(item.rows):
+            begin, place = item.source_offset + row * item.source_stride, item.target_offset + row * item.numel
+            assert found[place : place + item.numel] == [PADDING] * item.numel, "an element was copied twice"
+            found[place : place + item.numel] = held[begin : begin + item.numel]
+    assert found[:3] == [PADDING] * 3
+    assert found[3:] == [(name, start + row * stride + at) for row in range(rows) for at in range(width)]
+    # Where a source ends, a row may be cut: before it whole rows, the cut one of two parts or more, and whole rows.
+    sources = sum(len([chunk for chunk in rank.chunks if chunk.name == name]) for rank in source.ranks)
+    assert len(items) <= 3 * sources
+
+
+@given(data=st.data(), numels=NUMELS)
 def test_there_and_back_is_the_identity(data: st.DataObject, numels: dict[str, int]) -> None:
     here, there = data.draw(cut_layouts(numels)), data.draw(cut_layouts(numels))
     values = fill(here)
