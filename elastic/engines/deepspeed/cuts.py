@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.core.errors import UsageError
+from elastic.core.mesh import described
 from elastic.core.sharding.cuts import Cut, parts_of
 from elastic.engines.deepspeed.experts import placement
-from elastic.engines.model.cuts import Whole
+from elastic.engines.model.cuts import CHANGED, Whole
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -28,7 +30,8 @@ from elastic.engines.model.plain_names import named_parameters
 def noting_cuts(tp: int) -> Iterator[dict[str, Cut | str]]:
     """While an engine is built whose layers `tp` ranks share: the cuts of its parameters are in what this gives then.
 
-    They are looked at between the cut and ZeRO's partitioning, when each rank has its slices as they are.
+    They are looked at between the cut and ZeRO's partitioning, when each rank has its slices as they are. Raises
+    UsageError for a parameter that each rank has whole with other values than before.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -38,7 +41,7 @@ def noting_cuts(tp: int) -> Iterator[dict[str, Cut | str]]:
     def cut_and_compare(engine: Any, model: torch.nn.Module, *args: Any) -> Any:
         whole = Whole(model)
         made = original(engine, model, *args)
-        found.update(_compared(model, whole, dist.get_rank() % tp))
+        found.update(_compared(model, whole, dist.get_rank() % tp, tp))
         # Experts are shared out before.
         found.update((name, cut) for name, p in named_parameters(model) if (cut := placement.cut_of(p, tp)))
         return made
@@ -50,12 +53,19 @@ def noting_cuts(tp: int) -> Iterator[dict[str, Cut | str]]:
         DeepSpeedEngine._apply_autotp_partitioning = original
 
 
-def _compared(model: torch.nn.Module, whole: Whole, lane: int) -> Iterator[tuple[str, Cut | str]]:
+def _compared(model: torch.nn.Module, whole: Whole, lane: int, tp: int) -> Iterator[tuple[str, Cut | str]]:
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
     for name, parameter in named_parameters(model):
         said = cut_of(getattr(parameter, DS_AUTOTP_UC_META, None) or {})
         wrong = whole.compared(name, parameter.data, said if isinstance(said, Cut) else None, lane)
+        if wrong == CHANGED:
+            raise UsageError(
+                f"{described(1, tp)}: AutoTP has changed the values of {name!r}, which each worker has whole, as it "
+                "divides a bias that is added before the workers' outputs are added up: each would take the whole "
+                "bias's steps with its share of it. Make that layer without a bias, leave the layer whole "
+                "(partition_type: skip in tensor_parallel.partition_config), or use engine: fsdp2"
+            )
         if isinstance(said, str) or wrong is not None:
             yield name, said if isinstance(said, str) else f"{wrong} (by AutoTP)"
         elif said is not None:

@@ -18,6 +18,9 @@ from elastic.engines.model.plain_names import named_parameters
 # Of a parameter its cut, or in words why its slices cannot be put together.
 Cuts = Mapping[str, Cut | str]
 
+# Of a parameter that a rank has whole, and was given other values of.
+CHANGED = "it is whole, and its values are not what they were before"
+
 
 class Whole:
     """A module's parameters before they are cut: made, then the cut, then `compared` once for each parameter there is.
@@ -45,7 +48,8 @@ class Whole:
         said = _wrong(before, local.detach(), cut, lane)
         if before is not None and not torch.equal(_sample(before), self._samples[name]):
             # The memory of a copy is spared: what is compared are the very tensors that were cut.
-            said = "its values were changed where they were before it was cut"
+            whole = cut is None and before.shape == local.shape
+            said = CHANGED if whole else "its values were changed where they were before it was cut"
         if name in self._constants:
             local.detach().fill_(self._constants[name])
         return said
@@ -72,8 +76,12 @@ def _wrong(before: torch.Tensor | None, local: torch.Tensor, cut: Cut | None, la
         # Given back by an earlier generation, in which it was compared; its values are restored. Or it has none yet.
         return None
     if cut is None:
-        same = before.shape == local.shape and torch.equal(before.to(local.device, local.dtype), local)
-        return None if same else "nothing says how it was cut, and it is no longer what it was"
+        if before.shape != local.shape:
+            return "nothing says how it was cut, and it is no longer what it was"
+        there = before.to(local.device, local.dtype)
+        # What is not a number is no other value. Most are equal, which is found out without more memory.
+        same = torch.equal(there, local) or bool(((there == local) | ((there != there) & (local != local))).all())
+        return None if same else CHANGED
     if tuple(before.shape) != cut.shape:
         return f"it had the shape {list(before.shape)}, and is said to be cut of {list(cut.shape)}"
     problem = cut.problem()
