@@ -65,7 +65,8 @@ def model_of(config: dict[str, Any]) -> Any:
     }
     kind = getattr(transformers, f"{config['family']}Config")
     return _seeded(
-        getattr(transformers, f"{config['family']}ForCausalLM"), kind(**{**names, **sizes, **config.get("model", {})})
+        getattr(transformers, f"{config['family']}For{config.get('head', 'CausalLM')}"),
+        kind(**{**names, **sizes, **config.get("model", {})}),
     )
 
 

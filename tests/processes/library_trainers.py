@@ -35,6 +35,10 @@ def dataset(kind: str, size: int) -> Any:
     rows: list[dict[str, str]]
     if kind == "SFT":
         rows = [{"text": sentence(index, 3 + index % 4)} for index in range(size)]
+    elif kind == "Reward":
+        rows = [
+            {"chosen": sentence(n, 3 + n % 4), "rejected": sentence(n + 200, 3 + n % 3)} for n in range(size)
+        ]  # fmt: skip
     else:
         rows = [
             {"prompt": sentence(n, 2), "chosen": f" {sentence(n + 100, 3)}", "rejected": f" {sentence(n + 200, 2)}"}
@@ -73,7 +77,9 @@ def of_library(config: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
             "compute_metrics": lambda found: {"rows": len(found.predictions)},
         }  # fmt: skip
         return transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, more
-    described = {"family": "Llama", "model": {"max_position_embeddings": 32}}
+    described: dict[str, Any] = {"family": "Llama", "model": {"max_position_embeddings": 32}}
+    if config["kind"] == "Reward":
+        described |= {"head": "SequenceClassification", "model": {**described["model"], "num_labels": 1}}
     more = {
         "model": model_of(described), "train_dataset": dataset(config["kind"], 37),
         "eval_dataset": dataset(config["kind"], 10),
@@ -85,11 +91,15 @@ def of_library(config: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     elif config["kind"] == "DPO":
         # TRL would read it anew from where the model is from.
         more["ref_model"] = model_of(described)
-    return *{"SFT": (trl.SFTTrainer, trl.SFTConfig), "DPO": (trl.DPOTrainer, trl.DPOConfig)}[config["kind"]], more
+    kinds = {
+        "SFT": (trl.SFTTrainer, trl.SFTConfig), "DPO": (trl.DPOTrainer, trl.DPOConfig),
+        "Reward": (trl.RewardTrainer, trl.RewardConfig),
+    }  # fmt: skip
+    return *kinds[config["kind"]], more
 
 
 def trains(config: dict[str, Any]) -> None:
-    """`kind`: SFT, DPO or Seq2Seq; `lora`: the adapters of PEFT alone, of which the first evaluated are the best."""
+    """`kind`: SFT, DPO, Reward or Seq2Seq; `lora`: the adapters of PEFT alone, whose first evaluated are the best."""
     import elastic
     from elastic.integrations.transformers import Trainer
 

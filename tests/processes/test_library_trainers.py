@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 TRAINS = "library_trainers.trains"
 # TRL averages what it logs besides the loss over passes, of which ranks of another number have others.
-BY_PASS = ("entropy", "accurac", "rewards", "logps", "logits", "num_tokens", "mean_token")
+BY_PASS = ("entropy", "accurac", "reward", "margin", "logps", "logits", "num_tokens", "mean_token")
 
 
 def engine_of(name: str) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def engine_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3", "FSDP2"])
 @pytest.mark.parametrize(
     ("kind", "lora"),
-    [("SFT", False), ("SFT", True), ("DPO", False), ("DPO", True), ("Seq2Seq", False)],
-    ids=["SFT", "SFT-LoRA", "DPO", "DPO-LoRA", "Seq2Seq"],
+    [("SFT", False), ("SFT", True), ("DPO", False), ("DPO", True), ("Reward", False), ("Seq2Seq", False)],
+    ids=["SFT", "SFT-LoRA", "DPO", "DPO-LoRA", "Reward", "Seq2Seq"],
 )
 def test_a_trainer_of_a_library_goes_on_with_the_same_losses(
     crew: Crew, tmp_path: Path, engine: str, kind: str, lora: bool
