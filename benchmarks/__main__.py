@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="a smoke run of the project's own cases; figures are no use"
     )
     parser.add_argument("--plan", default="", metavar="TEXT",
-                        help="of --case recovery ZeRO-1, and what has this in its name: 'sp 2'")  # fmt: skip
+                        help="of --case recovery ZeRO-1, and what is named so: 'sp 2', 'sp 2; ep 2'")  # fmt: skip
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/<date>.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser

@@ -12,7 +12,7 @@ from pathlib import Path
 class Options:
     """`quick`: a smoke run that shows that a case works; its figures mean nothing. `folder` is removed afterwards.
 
-    `plan`: of the case `recovery` only the plans whose names have this in them, beside the first.
+    `plan`: of the case `recovery` the first plan, and those whose names have this in them, or one of several ("a; b").
 
     After `ends_at` (of `time.monotonic`) a case begins no further repetition, and says that there are fewer.
     """

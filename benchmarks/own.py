@@ -114,7 +114,7 @@ class OwnRun:
 
         return until(look, f"{awaited}; the run says: {self.handle.progress().get('doing')}", limit_s)
 
-    def wait_steps(self, count: int, world_size: int) -> None:
+    def wait_steps(self, count: int, world_size: int, limit_s: float = _START_LIMIT_S) -> None:
         """Until `count` more steps are done at `world_size`, in one era."""
         since = time.time()
 
@@ -122,7 +122,7 @@ class OwnRun:
             done = [step for step in completed(read_marks(self.marks)) if step.at > since]
             return sum(step.world_size == world_size and step.era == done[-1].era for step in done) >= count
 
-        self.until(enough, f"{count} steps of {world_size} workers", _START_LIMIT_S)
+        self.until(enough, f"{count} steps of {world_size} workers", limit_s)
 
     def step_s(self) -> float:
         """The median time between two of the newest steps of one era."""
@@ -140,8 +140,9 @@ class OwnRun:
 
     # -- faults; each returns when it began --
 
-    def kill_node(self) -> tuple[float, str]:
-        node = self._victim()
+    def kill_node(self, which: int = -1) -> tuple[float, str]:
+        """`which` of the nodes that may be lost, in the cluster's order."""
+        node = self._victim(which)
         at = time.time()
         self.cluster.local.kill_node(node.name)
         return at, node.name
@@ -162,13 +163,13 @@ class OwnRun:
     def _workers(self) -> list[Record]:
         return [worker for worker in self.handle.progress()["workers"] if worker["rank"] is not None]
 
-    def _victim(self) -> NodeInfo:
-        """The last node that carries a rank and is not the head, which the cluster cannot do without."""
+    def _victim(self, which: int = -1) -> NodeInfo:
+        """A node that carries a rank and is not the head, which the cluster cannot do without; the last one."""
         carrying = {worker["node"] for worker in self._workers()}
         found = [node for node in self.cluster.nodes() if node.node_id in carrying and not node.head]
         if not found:
             raise NotMeasured("no node but the head carries a worker")
-        return found[-1]
+        return found[which]
 
     # -- what came of it --
 

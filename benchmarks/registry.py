@@ -64,6 +64,7 @@ CASES = (
     Case("goodput", "benchmarks.cases.goodput", "steps that count, under a kill every 60 s and every 15 s", 21.5, 0.8),
     Case("data", "benchmarks.cases.data", "a streamed corpus: read alone, and next to training", 2.0, 0.5, peer=True),
     Case("restart", "benchmarks.cases.restart", "a controller restarts after a million steps", 6.0, 0.3),
+    Case("placement", "benchmarks.cases.placement", "bytes over the network, 16 -> 15 nodes", 12.0, 4.0, usual=False),
     Case("audit", "benchmarks.cases.audit", "what audits of the optimizer cost a rank", 1.0, 0.2, usual=False),
     Case("watching", "benchmarks.cases.watching", "what ledger and gradient noise cost a step", 4.0, 0.5, usual=False),
     Case("scale", "benchmarks.cases.scale", "the control plane with simulated nodes, up to 10,000", 4.0, 0.1),
