@@ -24,7 +24,7 @@ from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.checkpoint.memory.source import Holder, MemorySource, nearest
 from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.core.checkpoint.assembly import assemble
-from elastic.core.checkpoint.manifest import Manifest
+from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError, UsageError
 from elastic.transport.handshake import connect
 
@@ -45,6 +45,16 @@ def worker(stack: ExitStack, node: SnapshotServer) -> SnapshotClient:
     memory = SnapshotClient(node.local_name, TOKEN)
     stack.callback(memory.close)
     return memory
+
+
+def holder_of_much(stack: ExitStack) -> tuple[SnapshotServer, ShardRecord, Manifest]:
+    """A node with the shard of the one rank in its memory, of more than is sent at once."""
+    node = server(stack)
+    memory = worker(stack, node)
+    record = template(0, 1, 1, 200_000)
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    return node, record, assemble([samples.full_record(record, 1)], run_id="run")
 
 
 def test_two_nodes_hold_each_others_replicas(stack: ExitStack) -> None:
@@ -435,12 +445,7 @@ def test_what_is_not_held_is_not_read(stack: ExitStack) -> None:
 @pytest.mark.parametrize("nearby", [True, False], ids=["own node", "network"])
 def test_rows_of_a_shard_arrive_together(stack: ExitStack, nearby: bool) -> None:
     """More than are packed at once, and a row that the last byte of the shard ends."""
-    node = server(stack)
-    memory = worker(stack, node)
-    record = template(0, 1, 1, 200_000)
-    memory.open(record, record.bytes, [])
-    take(memory, record, 1)
-    manifest = assemble([samples.full_record(record, 1)], run_id="run")
+    node, record, manifest = holder_of_much(stack)
     stored = torch.from_numpy(samples.content(record, 1).copy())[record.tensors[0].begin :].view(torch.int32)
     numel, width, stride = record.tensors[0].numel, 3, 7
     rows = (numel - width) // stride + 1
@@ -496,12 +501,7 @@ def test_a_holder_that_is_gone_or_stands_still_is_named(stack: ExitStack) -> Non
 
 
 def test_a_holder_may_take_its_time_as_long_as_it_moves_and_the_read_is_wanted(stack: ExitStack) -> None:
-    node = server(stack)
-    memory = worker(stack, node)
-    record = template(0, 1, 1, 200_000)
-    memory.open(record, record.bytes, [])
-    take(memory, record, 1)
-    manifest = assemble([samples.full_record(record, 1)], run_id="run")
+    node, record, manifest = holder_of_much(stack)
     numel = record.tensors[0].numel
     # Every chunk comes within the limit, all of them together do not.
     slow = stack.enter_context(closing(SlowProxy(node.address, chunks=16, pause_s=0.2)))

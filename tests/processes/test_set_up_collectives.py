@@ -118,7 +118,7 @@ def test_a_set_up_that_is_another_than_that_of_the_others_is_done_by_all_togethe
         )
         for number in (0, 1):
             crew.abort(number, "a rank has failed")
-            # The connections of the rank that failed may end before this one is told.
+            # It may find its connections closed before it is told that a rank has failed.
             assert crew.outcome(number).result.kind in ("ended", "collective_failed")
     grown = crew.run([0, 1, 2], FUNCTION, joins, **more)
     assert_all_together(crew, grown)

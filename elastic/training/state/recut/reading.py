@@ -88,9 +88,12 @@ class _Lane:
 
     def ranges(self, part: _Part, targets: Mapping[str, torch.Tensor]) -> Iterator[ReadRange]:
         """The rows of a box, into `targets` of each kind, one after another."""
-        rows, width = _rows(part.box, part.box.source_stride)
-        first = Chunk(part.name, part.box.source, width, _TARGET, 0)
-        for item in self._index.plan_rows(first, rows, part.box.source_stride, self._spread):
+        box, rows, width = part.box, part.box.rows, part.box.width
+        if box.source_stride == width:
+            # Nothing is between them.
+            rows, width = 1, rows * width
+        first = Chunk(part.name, box.source, width, _TARGET, 0)
+        for item in self._index.plan_rows(first, rows, box.source_stride, self._spread):
             stored: Mapping[str, StoredTensor] = self._kinds(item.source_rank).get(item.source_buffer, {})
             for kind, tensor in stored.items():
                 target = targets[kind][item.target_offset : item.target_offset + item.rows * item.numel]
@@ -146,11 +149,6 @@ def _cut(box: Box, numel: int) -> Iterator[Box]:
                 rows=min(rows, box.rows - row),
                 width=min(width, box.width - column),
             )
-
-
-def _rows(box: Box, stride: int) -> tuple[int, int]:
-    """How many rows of how many elements a box has where they are so far apart: one where none is between them."""
-    return (1, box.rows * box.width) if box.rows == 1 or stride == box.width else (box.rows, box.width)
 
 
 def _host(box: Box, dtype: str) -> torch.Tensor:
