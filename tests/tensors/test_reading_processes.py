@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -116,7 +117,9 @@ def test_one_that_was_killed_is_replaced(processes: ReadingProcesses, caplog: py
     workers: Any = processes._loader._iterator
     victim = workers._workers[0]
     os.kill(victim.pid, signal.SIGKILL)
-    victim.join(60)
+    # torch's handler raises in the main thread, wherever it is, unless `join` has seen the end before.
+    with contextlib.suppress(RuntimeError):
+        victim.join(60)
     found, others = seen(processes.open(Told(), [[2], [3]], how()))
     assert found == [[2], [3]]
     assert not readers & others
