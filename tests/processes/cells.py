@@ -13,6 +13,7 @@ from typing import Any
 import crew as members
 import torch
 from crew import Crew, Outcome
+from layered_model import SHARES
 from test_oracle import _assert_ended, state_of
 
 import elastic
@@ -67,7 +68,7 @@ class Run:
         for key in self.lanes[0]:
             name = key.split("/", 1)[1]
             parts = [lane[key].view(own[name]) for lane, own in zip(self.lanes, self.shapes, strict=True)]
-            found[key] = _together(parts, tuple(shapes[name])).flatten()
+            found[key] = _together(name, parts, tuple(shapes[name])).flatten()
         return found
 
 
@@ -98,12 +99,15 @@ def _apart(one: Run, other: Run) -> list[float]:
     ]
 
 
-def _together(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+def _together(name: str, parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
     if parts[0].shape == shape:
         assert all(torch.equal(part, parts[0]) for part in parts), "what each rank has whole is the same on all"
         return parts[0]
     (dim,) = [dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size]
-    joined = torch.cat(list(parts), dim)
+    # A rank has its share of each projection that the matrix holds.
+    shares = next((found for layer, found in SHARES.items() if f".{layer}." in name), (1,))
+    own = [part.split([part.shape[dim] * share // sum(shares) for share in shares], dim) for part in parts]
+    joined = torch.cat([part for projection in zip(*own, strict=True) for part in projection], dim)
     assert joined.shape == shape
     return joined
 

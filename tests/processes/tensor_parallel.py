@@ -11,7 +11,7 @@ import layered_model
 import sharing_model
 import torch
 import trainings
-from layered_model import EVEN, LAYERS, plan, plan_by_names, plan_of_sequences
+from layered_model import EVEN, FUSED, KV_HEADS, LAYERS, plan, plan_by_names, plan_of_sequences
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
@@ -31,7 +31,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     made, numbered = written(config), config.get("numbered")
     with torch.device("meta" if numbered else "cpu"):
         kind = made.Numbered if numbered else made.Transformer
-        model = kind(config.get("dropout", 0.0), config.get("normed", False), **(EVEN if of_torch else {}))
+        fused = {"fused": True, "kv_heads": KV_HEADS} if config.get("fused") else {}
+        model = kind(config.get("dropout", 0.0), config.get("normed", False), **(EVEN if of_torch else fused))
     if numbered == "there":
         with torch.no_grad():
             model.to_empty(device="cpu").init_weights(torch.device("cpu"))
@@ -87,7 +88,8 @@ def of_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
         trainings.believe_in_half_precision()
     native = trainings.deepspeed_config(config)
     if config.get("layers", True):
-        native["tensor_parallel"] = {"partition_config": LAYERS, **config.get("tensor_parallel", {})}
+        layers = FUSED if config.get("fused") else LAYERS
+        native["tensor_parallel"] = {"partition_config": layers, **config.get("tensor_parallel", {})}
     if config.get("added up"):
         spec = {"patterns": [r".*\.q_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True}
         specs = [*LAYERS["layer_specs"], spec]

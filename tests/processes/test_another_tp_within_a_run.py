@@ -52,6 +52,7 @@ def through(
     [
         *(pytest.param({"stage": stage}, (1, 2, 4), id=f"stage{stage}", marks=SLOW) for stage in (0, 2, 3)),
         pytest.param({"stage": 1, "dropout": 0.2}, (1, 2, 4), id="stage1-dropout"),
+        pytest.param({"stage": 1, "fused": True}, (1, 2, 1), id="stage1-fused", marks=SLOW),
         # No layer's slices have dropout in them: it is drawn alike on all ranks of a cell.
         pytest.param({"engine": "fsdp2", "dropout": 0.2}, (1, 2, 1), id="fsdp2-dropout"),
         pytest.param({"engine": "fsdp2", "compiled": True}, (1, 2, 1), id="fsdp2-compiled", marks=SLOW),

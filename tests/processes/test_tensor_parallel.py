@@ -44,6 +44,9 @@ def through(
 
 CASES = [
     *(pytest.param({"stage": stage}, id=f"stage{stage}") for stage in (0, 1, 2, 3)),
+    # Query, key and value in one matrix, gate and up in another, whose hidden size is odd.
+    pytest.param({"stage": 2, "fused": True}, id="stage2-fused"),
+    *(pytest.param({"stage": s, "fused": True}, id=f"stage{s}-fused", marks=pytest.mark.slow) for s in (0, 1, 3)),
     # No layer's slices have dropout in them: it is drawn alike on all ranks of a cell.
     pytest.param({"stage": 1, "dropout": 0.2}, id="stage1-dropout"),
     pytest.param({"stage": 3, "dropout": 0.2}, id="stage3-dropout"),

@@ -3,6 +3,7 @@ would write them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,29 @@ LAYERS = {
     "layer_specs": [
         {"patterns": [r".*\.[qkv]_proj\.weight$", r".*\.(gate|up)_proj\.weight$"], "partition_type": "column"},
         {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+
+
+# Projections that are one matrix, one after another: query, key and value with half as many heads for the latter two.
+KV_HEADS = HEADS // 2
+SHARES = {"qkv_proj": (HEADS, KV_HEADS, KV_HEADS), "gate_up_proj": (1, 1)}
+FUSED = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {
+            "patterns": [r".*\.qkv_proj\.weight$"],
+            "partition_type": "column",
+            "shape": [[WIDTH, WIDTH // 2, WIDTH // 2], -1],
+            "partition_dim": 0,
+        },
+        {
+            "patterns": [r".*\.gate_up_proj\.weight$"],
+            "partition_type": "column",
+            "shape": [2, -1],
+            "partition_dim": 0,
+        },
+        LAYERS["layer_specs"][1],  # type: ignore[index]
     ],
 }
 
@@ -94,20 +118,29 @@ class Attention(nn.Module):
 
     attend: Any = staticmethod(nn.functional.scaled_dot_product_attention)
 
-    def __init__(self, normed: bool, kv_heads: int) -> None:
+    def __init__(self, normed: bool, kv_heads: int, fused: bool) -> None:
         super().__init__()
         self.q_norm = nn.RMSNorm(WIDTH // HEADS) if normed else nn.Identity()
         kv = WIDTH // HEADS * kv_heads
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(WIDTH, size, bias=bias) for size, bias in ((WIDTH, True), (kv, False), (kv, True))
-        )
+        self.shares = (HEADS, kv_heads, kv_heads)
+        if fused:
+            # Keys' bias would have no gradient but rounding.
+            self.qkv_proj = nn.Linear(WIDTH, WIDTH + 2 * kv, bias=False)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(WIDTH, size, bias=bias) for size, bias in ((WIDTH, True), (kv, False), (kv, True))
+            )
         self.o_proj = nn.Linear(WIDTH, WIDTH)
 
+    def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        if not hasattr(self, "qkv_proj"):
+            return [made(x) for made in (self.q_proj, self.k_proj, self.v_proj)]
+        made = self.qkv_proj(x)
+        one = made.shape[-1] // sum(self.shares)
+        return made.split([share * one for share in self.shares], -1)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            made(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for made in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (made.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for made in self.projected(x))
         grouped = key.shape[1] != query.shape[1]
         seen = self.attend(self.q_norm(query), key, value, is_causal=True, enable_gqa=grouped)
         answer: torch.Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
@@ -115,21 +148,26 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, fused: bool) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(WIDTH, hidden, bias=False)
+        if fused:
+            self.gate_up_proj = nn.Linear(WIDTH, 2 * hidden)
+        else:
+            self.gate_proj, self.up_proj = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(WIDTH, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        both = hasattr(self, "gate_up_proj")
+        gate, up = self.gate_up_proj(x).chunk(2, -1) if both else (self.gate_proj(x), self.up_proj(x))
+        answer: torch.Tensor = self.down_proj(nn.functional.silu(gate) * up)
         return answer
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float, normed: bool, hidden: int, kv_heads: int) -> None:
+    def __init__(self, dropout: float, normed: bool, hidden: int, kv_heads: int, fused: bool = False) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn = nn.LayerNorm(WIDTH), Attention(normed, kv_heads)
-        self.post_attention_layernorm, self.mlp = nn.LayerNorm(WIDTH), Mlp(hidden)
+        self.input_layernorm, self.self_attn = nn.LayerNorm(WIDTH), Attention(normed, kv_heads, fused)
+        self.post_attention_layernorm, self.mlp = nn.LayerNorm(WIDTH), Mlp(hidden, fused)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -149,13 +187,14 @@ class Transformer(nn.Module):
         kv_heads: int = HEADS,
         tied: bool = False,
         vocabulary: int = VOCABULARY,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.places.weight.requires_grad_(False)
         # As Hugging Face's have it: heads are not cut, also where they cannot be shared evenly.
         self.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=kv_heads, hidden_size=WIDTH)
-        self.layers = nn.ModuleList(Block(dropout, normed, hidden, kv_heads) for _ in range(2))
+        self.layers = nn.ModuleList(Block(dropout, normed, hidden, kv_heads, fused) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embed.weight
