@@ -47,6 +47,14 @@ class Lanes:
         return cls(every, own, count, lanes.stage * (count // lanes.stages) + shard, axis)
 
     @classmethod
+    def of_cells(cls, cell: dist.ProcessGroup, lanes: Lanes, device: torch.device) -> Lanes:
+        """Of ranks that have slices of their own of each layer, and the same part of what is not sliced: this one and
+        the others of `cell`, its neighbours. Not collective."""
+        shards, own = lanes.own.world_size, Agreement(cell, device)
+        axis = "shard" if lanes.stages == 1 else "pipeline and shard"
+        return cls(lanes.every, own, lanes.stages * shards, lanes.stage * shards + lanes.own.rank, axis)
+
+    @classmethod
     def of_islands(cls, apart: Apart, every: Agreement, device: torch.device) -> Lanes:
         """Of ranks that train in islands. Not collective."""
         return cls(every, Agreement(apart.group, device), apart.count, apart.index, "island")

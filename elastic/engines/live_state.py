@@ -168,6 +168,8 @@ class ShardedState(Protocol):
     world_size: int
     # The ranks with the same experts as this one, where ranks share experts, or with the same shard of everything.
     copies: dist.ProcessGroup | None
+    # The ranks that share each layer with this one, and have the same part of what is not sliced; None: none do.
+    cell: dist.ProcessGroup | None
     # Where several ranks have the same shard, or experts: those that have everything once between them, this one among
     # them, but for what each has whole; and who deals out among themselves what is written of this shard.
     once: dist.ProcessGroup | None

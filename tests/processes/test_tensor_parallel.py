@@ -230,12 +230,32 @@ def test_a_copy_that_drifts_away_from_the_other_lanes_is_named(
     crew: Crew, tmp_path: Path, stage: int, size: int
 ) -> None:
     """Equal within its lane, so that data-parallel copies do not tell."""
-    config = {"stage": stage, "skewed at": 1, "skewed": SKEWED, "schedule": False, "url": str(tmp_path)}
-    outcomes = crew.run(range(size), "tensor_parallel.train", config, end_at=2, tp=2, **MORE)
-    for outcome in outcomes:
-        assert outcome.result.kind == "collective_failed"
-        assert f"{SKEWED} on rank {', '.join(map(str, range(1, size, 2)))}" in outcome.result.message
-    assert not CheckpointStore(str(tmp_path), "run").list()
+    for message in drifted(crew, tmp_path, {"stage": stage}, size):
+        assert f"{SKEWED} on rank {', '.join(map(str, range(1, size, 2)))}" in message
+
+
+@pytest.mark.parametrize(
+    ("plain", "name"),
+    [
+        ({"stage": 3}, "embed.weight"),
+        ({"engine": "fsdp2"}, SKEWED),
+        ({"engine": "fsdp2", "fsdp2": {"cpu_offload": True}}, SKEWED),
+    ],
+)
+def test_a_copy_of_which_each_rank_has_a_part_is_compared_within_cells(
+    crew: Crew, tmp_path: Path, plain: dict[str, Any], name: str
+) -> None:
+    for rank, message in enumerate(drifted(crew, tmp_path, plain, 4, name)):
+        assert f"{name} on rank {1 if rank < 2 else 3} differs" in message
+
+
+def drifted(crew: Crew, url: Path, plain: dict[str, Any], size: int, name: str = SKEWED) -> list[str]:
+    """What each rank says where one lane has had another gradient of a parameter that is not cut."""
+    config = {**plain, "skewed at": 1, "skewed": name, "schedule": False, "url": str(url)}
+    outcomes = crew.run(range(size), "tensor_parallel.train", config, end_at=2, **spec_of(config))
+    assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}, outcomes[0].result.message
+    assert not CheckpointStore(str(url), "run").list()
+    return [outcome.result.message for outcome in outcomes]
 
 
 @pytest.mark.parametrize("plain", SOME)

@@ -55,6 +55,7 @@ class Fsdp2State:
         tp, slice_ = (1, 0) if meshes.tp is None else (meshes.tp.size(), meshes.tp.get_local_rank())
         self._shards, self._shard = meshes.shards.size(), meshes.shards.get_local_rank()
         self.part = (self._shards * tp, self._shard * tp + slice_)
+        self.cell = None if meshes.tp is None else meshes.tp.get_group()
         self.copies = meshes.copies
         if self.copies is not None:
             self.once = meshes.shards.get_group()
@@ -110,10 +111,12 @@ class Fsdp2State:
     def weights(self) -> list[Weight]:
         trained, copied = {name for group in self.groups() for name in group}, self.copies is not None
         return [
-            Weight(name, chunk.start, local_of(self._parameters[name]).reshape(-1), copied, experts=copied)
+            Weight(name, chunk.start, local_of(parameter).reshape(-1), copied, experts=copied, sliced=sliced)
             for name, chunk in self._chunks.items()
             # Ranks with one shard compare, and so name, all of it, rows or not, as those of other shards do.
             if name in trained and (chunk.numel or copied)
+            for parameter in [self._parameters[name]]
+            for sliced in [is_experts(parameter) or name in (self.cuts or {})]
         ]
 
     def sharing(self) -> Sharing:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from time import monotonic
 from typing import Any
 
@@ -103,6 +104,8 @@ class EngineState:
         copies = self.sharded.copies
         shard = None if self.sharded.writers is None else self.sharded.part[1]
         self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes, engine.device, shard)
+        cell = self.sharded.cell
+        self._cells = None if cell is None else Lanes.of_cells(cell, lanes, engine.device)
         live = {master.group: master.tensor for master in self.sharded.masters()}
         try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
@@ -384,19 +387,26 @@ class EngineState:
 
     def marks(self, replicas: Replicas | None) -> list[int]:
         """Numbers whose least over all ranks `require_equal` understands; None: they will not be looked at."""
-        everywhere, own, beside = (0, 0, 0) if replicas is None else replicas.fingerprints()
+        everywhere, own, beside, across = (0, 0, 0, 0) if replicas is None else replicas.fingerprints()
         found = [*self.copies.low_and_high(everywhere, own), *self.lanes.low_and_high(0, beside)]
+        if self._cells is not None:
+            found += self._cells.low_and_high(0, across)
         if replicas is None:
             return found + [0 for _ in tied_parts(self.sharded) for _ in range(2)]
         return found + marks_of_tied(self.sharded)
 
     def require_equal(self, least: Sequence[int], replicas: Replicas | None) -> None:
         """Raises IntegrityError, on all ranks, where copies differ."""
-        if replicas is not None:
-            lanes, tied = 2 + 2 * self.copies.count, len(least) - 2 * len(tied_parts(self.sharded))
-            self.copies.require_equal(least[:lanes], replicas.difference)
-            self.lanes.require_equal(least[lanes:tied], partial(replicas.difference, beside=True))
-            require_tied(self.sharded, least[tied:])
+        if replicas is None:
+            return
+        marks = iter(least)
+        for lanes, hashes in (
+            (self.copies, replicas.own),
+            (self.lanes, replicas.beside),
+            *([] if self._cells is None else [(self._cells, replicas.across)]),
+        ):
+            lanes.require_equal([*islice(marks, 2 + 2 * lanes.count)], partial(replicas.difference, hashes=hashes))
+        require_tied(self.sharded, [*marks])
 
     def replicas(self, turn: int | None = None) -> Replicas | None:
         """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""

@@ -42,7 +42,11 @@ _COUNTER = (
 class Replicas:
     """This rank's copies at one moment. `turn` chooses the sample of the weights and is the same number on all ranks;
     None: all of them. With several `lanes` the ranks of others have copies only of weights that no rank has a slice of,
-    and of what stages of a pipeline have in common. `apart`: only those of this island have what optimizers keep."""
+    and of what stages of a pipeline have in common. `apart`: only those of this island have what optimizers keep.
+
+    Fingerprints by what they are of: of what all ranks have copies of (`everywhere`), those of this lane or with its
+    shard (`own`), where there are such and lanes the others of this lane (`beside`), and where weights are partitioned
+    the ranks of this rank's cell (`across`)."""
 
     def __init__(
         self,
@@ -55,13 +59,16 @@ class Replicas:
     ) -> None:
         carried, weights = _carried(inventory), state.weights()
         derived = _derived(weights, carried)
-        # Of a shard the ranks of other lanes have no copy.
-        uncut = _uncut(weights, inventory) if lanes.count > lanes.stages and state.writers is None else set()
+        # On an accelerator each rank computes the gradient of what is not cut by itself, in an order that may differ:
+        # there copies of several lanes need not be equal to the last bit, unless torch is told to be deterministic.
+        exact = engine.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        compared = exact and lanes.slices > 1
+        uncut = _uncut(weights, inventory) if compared and state.writers is None else set()
         # Lanes may differ in size: what all ranks have must be the same sample in each of them.
         everywhere = {what: tensor for what, tensor in derived.items() if what in uncut}
         beside = {what: tensor for what, tensor in derived.items() if what not in uncut}
         tensors = carried | _sample(everywhere, turn) | _sample(beside, turn)
-        hashes = dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
+        hashes = _hashed(tensors)
         hashes |= {what: _hash(text) for what, text in _texts(engine, state, inventory).items()}
         experts = {_WEIGHTS + weight.name for weight in weights if weight.experts and state.copies is not None}
         if state.writers is not None:
@@ -76,18 +83,20 @@ class Replicas:
         elif lanes.count > 1 and state.writers is None:
             of_lane = hashes.keys() - uncut | experts
             own = experts or of_lane
-        self._own = {what: value for what, value in hashes.items() if what in own}
-        self._beside = {what: value for what, value in hashes.items() if what in of_lane - own}
-        self._everywhere = {what: value for what, value in hashes.items() if what not in own | of_lane}
+        self.own = {what: value for what, value in hashes.items() if what in own}
+        self.beside = {what: value for what, value in hashes.items() if what in of_lane - own}
+        self.everywhere = {what: value for what, value in hashes.items() if what not in own | of_lane}
+        self.across = _hashed(_sample(_parts(weights), turn) if compared else {})
 
-    def fingerprints(self) -> tuple[int, int, int]:
-        """Numbers of 63 bits: for what all ranks have copies of, for what those of this lane have or with its shard,
-        and where there are such and lanes, for what the others of this lane have, too."""
-        return _hash(repr(self._everywhere)), _hash(repr(self._own)), _hash(repr(self._beside))
+    def fingerprints(self) -> tuple[int, int, int, int]:
+        """Numbers of 63 bits of `everywhere`, `own`, `beside` and `across`."""
+        everywhere, own, beside, across = map(_hash, map(repr, (self.everywhere, self.own, self.beside, self.across)))
+        return everywhere, own, beside, across
 
-    def difference(self, agreement: Agreement, everywhere: bool, beside: bool = False) -> IntegrityError:
-        """After fingerprints were found to differ: which rank's copy of what. Collective; every rank gets the same."""
-        values = self._everywhere if everywhere else self._beside if beside else self._own
+    def difference(self, agreement: Agreement, everywhere: bool, hashes: Mapping[str, int]) -> IntegrityError:
+        """After those of `hashes`, or of what is everywhere, were found to differ: which rank's copy of what.
+        Collective; every rank gets the same."""
+        values = self.everywhere if everywhere else hashes
         # Where ranks hold different things, there is nothing to compare one by one.
         lists = [hashed for (hashed,) in agreement.by_rank([_hash(repr([*values]))])]
         found = {"the list of what it holds": outliers(lists)}
@@ -178,22 +187,23 @@ def _of_optimizer(what: str) -> bool:
 
 
 def _uncut(weights: Iterable[Weight], inventory: Inventory) -> set[str]:
-    """What the ranks of all lanes compute alike, by what it is called here: parameters that are not cut.
-
-    On an accelerator each of them computes its gradient by itself, in an order that may differ: there copies need not
-    be equal to the last bit, unless torch is told to be deterministic.
-    """
-    exact = torch.are_deterministic_algorithms_enabled()
-    names = {
-        weight.name
-        for weight in weights
-        if weight.whole and not (weight.sliced or weight.experts) and (exact or weight.tensor.device.type == "cpu")
-    }
+    """What the ranks of all lanes compute alike, by what it is called here: parameters that are not cut."""
+    names = {weight.name for weight in weights if weight.whole and not (weight.sliced or weight.experts)}
     found = {_WEIGHTS + name for name in names}
     for master, kept in zip(inventory.masters, inventory.states, strict=True):
         if master.replicated and names.issuperset(master.names):
             found |= {f"{kind}/{master.buffer}" for kind in (MASTER, *kept.tensors)}
     return found
+
+
+def _parts(weights: Iterable[Weight]) -> dict[str, torch.Tensor]:
+    """This rank's parts of such parameters, where they are partitioned: those of its cell have the same."""
+    uncut = (weight for weight in weights if not (weight.whole or weight.sliced or weight.experts))
+    return {_WEIGHTS + weight.name: weight.tensor for weight in uncut}
+
+
+def _hashed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
 
 
 def _sample(tensors: Mapping[str, torch.Tensor], turn: int | None) -> dict[str, torch.Tensor]:

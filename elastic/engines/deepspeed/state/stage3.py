@@ -74,12 +74,12 @@ class Stage3State(ZeroState):
             if id(parameter) not in trained:
                 continue
             start, numel = self._slice(parameter)
+            shared = is_expert(parameter), is_sliced(parameter)
             if numel > 0:
-                found.append(Weight(name, start, parameter.ds_tensor.data.narrow(0, 0, numel), whole=False))
+                found.append(Weight(name, start, parameter.ds_tensor.data.narrow(0, 0, numel), False, *shared))
             if parameter.data.numel() == own_numel(parameter):
-                first = self.first_element(parameter)
                 own = parameter.data.reshape(-1)
-                found.append(Weight(name, first, own, True, is_expert(parameter), is_sliced(parameter)))
+                found.append(Weight(name, self.first_element(parameter), own, True, *shared))
         return found
 
     def beside(self) -> Iterator[Beside]:

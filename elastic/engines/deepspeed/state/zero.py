@@ -47,6 +47,9 @@ class ZeroState(ABC):
         self.lanes = max(engine.autotp_size(), 1)
         ep = max(config.size_of(engine._config._param_dict) // self.lanes, self.counterparts.ep)
         self.copies = placement.copies_group(engine)
+        self.cell: dist.ProcessGroup | None = None
+        if self.lanes > 1:
+            self.cell = engine.mpu.get_tensor_model_parallel_group()
         beside = 1 if self.copies is None else neighbours(dist.get_process_group_ranks(self.copies))
         self.place = Place(self.rank, self.world_size, ep, self.counterparts.ep > 1, beside)
         self.tied = pipeline.tied_names(engine.module)
