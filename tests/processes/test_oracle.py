@@ -75,6 +75,16 @@ CASES = [
     pytest.param(
         {"engine": "fsdp2", "dropout": 0.1, "dtype": "bf16", "fsdp2": {"param_dtype": "bfloat16"}}, id="fsdp2-bf16"
     ),
+    pytest.param(
+        {
+            "engine": "fsdp2",
+            "dropout": 0.1,
+            "dtype": "bf16",
+            "fsdp2": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"},
+        },
+        id="fsdp2-bf16-gives-fp32",
+        marks=SLOW,
+    ),
     # Two copies of two shards at four ranks, one of three and of two.
     pytest.param({"engine": "fsdp2", "dropout": 0.1, "fsdp2": {"shard_workers": 2}}, id="fsdp2-hybrid", marks=SLOW),
     pytest.param(

@@ -138,6 +138,21 @@ def added_up(model: nn.Module) -> int:
     return sum(tensor.untyped_storage().nbytes() for pair in sums for tensor in pair if tensor is not None)
 
 
+def test_what_a_model_is_given_and_gives_has_the_types_that_the_options_say(world: Any) -> None:
+    world(0, 1)
+
+    def given(**options: Any) -> torch.dtype:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        shard_model(model, {**OPTIONS, "param_dtype": "bfloat16", "shard": ["Linear"], **options}, CPU)
+        answer: torch.Tensor = model(torch.ones(2, 4))
+        return answer.dtype
+
+    assert given() == torch.bfloat16
+    assert given(output_dtype="float32") == torch.float32
+    with pytest.raises(RuntimeError, match="same dtype"):
+        given(cast_forward_inputs=False)
+
+
 @pytest.mark.parametrize("size", [1, 3, 64])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize(

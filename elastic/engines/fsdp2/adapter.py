@@ -104,10 +104,9 @@ class Fsdp2Engine:
         return None if self._norm is None else float(self._norm)
 
     @property
-    def param_dtype(self) -> torch.dtype | None:
-        """What passes compute in; None: in what the weights are."""
-        name = self._resolved.native["param_dtype"]
-        return None if name is None else getattr(torch, name)
+    def options(self) -> Mapping[str, Any]:
+        """Those of `config.Options`, at this world size."""
+        return self._resolved.native
 
     def gradient_accumulation_steps(self) -> int:
         return self._resolved.micro_steps
@@ -196,13 +195,15 @@ class Fsdp2Adapter:
         return self._output.zeros()
 
     def precision(self) -> Precision | None:
-        if self._meshes.lanes > 1 or self._meshes.experts is not None:
+        options = self.native.options
+        # Of what modules give in another type than they compute in nothing is said here.
+        if self._meshes.lanes > 1 or self._meshes.experts is not None or options["output_dtype"] is not None:
             return None
         found = Precision.of(self.module)
-        if (computes := self.native.param_dtype) is None:
+        if (computes := options["param_dtype"]) is None:
             return found
         kept = {name: buffer.dtype for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
-        return Precision(computes, kept, casts_inputs=True)
+        return Precision(getattr(torch, computes), kept, casts_inputs=options["cast_forward_inputs"])
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> torch.Tensor:
         if not self._begun:

@@ -34,16 +34,17 @@ class Options:
 
     `global_batch`, `micro_batch`: in samples; the job's own come first. `gradient_clipping`: the largest L2 norm of the
     whole gradient, 0 for none. `param_dtype`, `reduce_dtype`: what forward and backward compute in and what gradients
-    are reduced in, as of torch's MixedPrecisionPolicy; None for the parameters' own. `shard`: class names of modules
-    that are sharded (and gathered) each by itself; None: those that the model names (`_no_split_modules`), else the
-    elements of its ModuleLists and numbered ModuleDicts. `reshard_after_forward`: free the gathered parameters of these
-    between forward and backward. `shard_workers`: so many neighbouring workers have the model once between them, or
-    with a pipeline so many of a stage its layers, and every such group has it (torch's HSDP); where there are other
-    than several whole groups all are one, as with None. `cpu_offload`: shards, gradients and optimizer states lie
-    in host memory. `optimizer`: {"type": a class of torch.optim, "params": its arguments}, for scripts that pass no
-    optimizer. `pipeline_schedule`: in which order the stages of a pipeline compute a step's micro-batches.
-    `pipeline_stages_per_rank`: how many each rank has, in a schedule for several; None: what is usual with the
-    schedule.
+    are reduced in, as of torch's MixedPrecisionPolicy; None for the parameters' own. `output_dtype`: what the model
+    gives; None: what it has computed. `cast_forward_inputs`: sharded modules cast what they are given. `shard`: class
+    names of modules that are sharded (and gathered) each by itself; None: those that the model names
+    (`_no_split_modules`), else the elements of its ModuleLists and numbered ModuleDicts. `reshard_after_forward`: free
+    the gathered parameters of these between forward and backward. `shard_workers`: so many neighbouring workers have
+    the model once between them, or with a pipeline so many of a stage its layers, and every such group has it (torch's
+    HSDP); where there are other than several whole groups all are one, as with None. `cpu_offload`: shards, gradients
+    and optimizer states lie in host memory. `optimizer`: {"type": a class of torch.optim, "params": its arguments}, for
+    scripts that pass no optimizer. `pipeline_schedule`: in which order the stages of a pipeline compute a step's
+    micro-batches. `pipeline_stages_per_rank`: how many each rank has, in a schedule for several; None: what is usual
+    with the schedule.
     """
 
     global_batch: int | None = None
@@ -51,6 +52,8 @@ class Options:
     gradient_clipping: float = 0.0
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
     shard: tuple[str, ...] | None = None
     reshard_after_forward: bool = True
     shard_workers: int | None = None
@@ -188,6 +191,8 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "gradient_clipping": (_is_norm, "a number, 0 for none"),
     "param_dtype": _DTYPE,
     "reduce_dtype": _DTYPE,
+    "output_dtype": _DTYPE,
+    "cast_forward_inputs": _SWITCH,
     "shard": (_is_names, "a list of class names"),
     "reshard_after_forward": _SWITCH,
     "shard_workers": (lambda value: _is_count(value) and value > 1, "a whole number of workers, at least 2"),

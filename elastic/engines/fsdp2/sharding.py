@@ -109,7 +109,9 @@ def shard_units(
     for part in parts:
         if not isinstance(part, FSDPModule):
             fully_shard(part, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    # The model's own answer alone: what follows a unit inside of it computes in `param_dtype`, too.
+    own = replace(policy, output_dtype=_dtype(options["output_dtype"]))
+    fully_shard(model, mesh=mesh, mp_policy=own, offload_policy=offload)
     gather_to_generate(model)
 
 
@@ -137,7 +139,11 @@ def _shard_experts(
 
 
 def _policies(options: Mapping[str, Any], device: torch.device) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
-    types = MixedPrecisionPolicy(_dtype(options["param_dtype"]), _dtype(options["reduce_dtype"]))
+    types = MixedPrecisionPolicy(
+        _dtype(options["param_dtype"]),
+        _dtype(options["reduce_dtype"]),
+        cast_forward_inputs=options["cast_forward_inputs"],
+    )
     return types, CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["cpu_offload"] else OffloadPolicy()
 
 
