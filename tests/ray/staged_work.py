@@ -27,6 +27,12 @@ def sequences(config: dict[str, Any]) -> None:
     _train(config, model, sharing_model)
 
 
+def layers(config: dict[str, Any]) -> None:
+    """Stages whose ranks share each layer."""
+    torch.manual_seed(3)
+    _train(config, Staged(0.1, tied=True), layered_model, tp_plan=layered_model.plan())
+
+
 def experts(config: dict[str, Any]) -> None:
     """Stages whose ranks share experts."""
     torch.manual_seed(3)
@@ -38,7 +44,7 @@ def _balanced(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     return layered_model.loss_of(logits, labels) + BALANCE * uneven
 
 
-def _train(config: dict[str, Any], model: Staged, module: Any, loss: Any = None) -> None:
+def _train(config: dict[str, Any], model: Staged, module: Any, loss: Any = None, **more: Any) -> None:
     data = module.texts(config["size"])
     optimizer = torch.optim.AdamW(trained(model), lr=0.02, eps=EPS)
     engine, _, loader, _ = elastic.initialize(
@@ -46,7 +52,7 @@ def _train(config: dict[str, Any], model: Staged, module: Any, loss: Any = None)
         training_data=data,
         optimizer=optimizer,
         pipeline=elastic.Pipeline(loss or module.loss_of, layers=ROW),
-        **loops.of_engine(config, optimizer),
+        **{**loops.of_engine(config, optimizer), **more},
     )
     loops.between_steps(config, data)
     for _ in elastic.epochs():

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 # Additions in another order, in fp32.
 CEILING = 4e-6
+FOUR = ScalingSettings(2, 4)
 
 
 # What ranks share, the function that shares it, and the engine's stage; None: it has none.
@@ -51,6 +52,9 @@ SHARED = [
     ),
     *(pytest.param("pipelined_work:train", STAGES, stage, id=f"stages-{stage}") for stage in (0, 1)),
     pytest.param("staged_work:train", STAGES, None, id="stages of torch"),
+    pytest.param(
+        "staged_work:layers", MeshSettings(pp=2, tp=2, choices={"pp": (1, 2)}), None, id="stages with layers of torch"
+    ),
     pytest.param(
         "staged_work:experts",
         MeshSettings(ep=2, pp=2, choices={"ep": (1, 2)}),
@@ -85,22 +89,45 @@ class Outcome:
 _STILL: dict[tuple[str, str, float], Outcome] = {}
 
 
+@dataclass(frozen=True)
+class Work:
+    """What ranks share, as in `SHARED`."""
+
+    function: str
+    mesh: MeshSettings
+    stage: int | None
+
+    @property
+    def engine(self) -> str:
+        return "fsdp2" if self.stage is None else "deepspeed"
+
+    @property
+    def clipping(self) -> float:
+        # In stage 0 DeepSpeed clips rightly where all ranks have all of the model.
+        alone = self.stage == 0 and self.function in ("pipelined_work:train", "shared_experts:train")
+        return 0.0 if alone else 0.5
+
+    def started(self, cluster: LocalCluster, folder: Path, run_id: str, scaling: ScalingSettings = FOUR) -> Run:
+        config = {"stage": self.stage, "gradient_clipping": self.clipping}
+        return started(cluster, folder, run_id, self.function, self.mesh, self.engine, config, scaling)
+
+    def undisturbed(self, cluster: LocalCluster, folder: Path) -> Outcome:
+        key = (self.function, self.engine, self.clipping)
+        if key not in _STILL:
+            still = self.started(cluster, folder / "still", "still")
+            still.allow(1 << 30)
+            still.start().finish()
+            _STILL[key] = Outcome.of(still, folder / "still-weights")
+        return _STILL[key]
+
+
 @pytest.mark.parametrize(("function", "mesh", "stage"), SHARED)
 def test_cells_lose_nodes_form_anew_and_grow(
     cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings, stage: int | None
 ) -> None:
-    engine = "fsdp2" if stage is None else "deepspeed"
-    # In stage 0 DeepSpeed clips rightly where all ranks have all of the model.
-    clipping = 0.0 if stage == 0 and function in ("pipelined_work:train", "shared_experts:train") else 0.5
-    config = {"stage": stage, "gradient_clipping": clipping}
-    key = (function, engine, clipping)
-    if key not in _STILL:
-        still = started(cluster, tmp_path / "still", "still", function, mesh, engine, config)
-        still.allow(1 << 30)
-        still.start().finish()
-        _STILL[key] = Outcome.of(still, tmp_path / "still-weights")
-
-    run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine, config)
+    work = Work(function, mesh, stage)
+    still = work.undisturbed(cluster, tmp_path)
+    run = work.started(cluster, tmp_path / "moved", "moved")
     # Two cells; of one a node is lost. The other's two ranks continue, or a pair of both; one worker stands by.
     lose_a_node(run)
     assert run.handle.progress()["world_size"] == 2
@@ -120,7 +147,36 @@ def test_cells_lose_nodes_form_anew_and_grow(
 
     assert {generation["world_size"] for generation in run.summary()["generations"]} == {2, 4}
     run.assert_whole()
-    Outcome.of(run, tmp_path / "moved-weights").assert_near(_STILL[key])
+    Outcome.of(run, tmp_path / "moved-weights").assert_near(still)
+
+
+@pytest.mark.parametrize(("function", "mesh", "stage"), SHARED)
+def test_cells_through_four_meshes(
+    cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings, stage: int | None
+) -> None:
+    """Two workers on each of four nodes, of which three are killed, one after another, and one is added."""
+    work = Work(function, mesh, stage)
+    still = work.undisturbed(cluster, tmp_path)
+    run = work.started(cluster, tmp_path / "moved", "moved", ScalingSettings(2, 8, workers_per_slot=2))
+    lose_a_node(run)
+    for step, generation in ((11, 3), (15, 4)):
+        run.allow(step)
+        run.reach(step)
+        run.wait_snapshot(step)
+        run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+        run.wait_generation(generation)
+    run.allow(18)
+    run.reach(18)
+    run.cluster.add_node()
+    run.grow_to(4)
+    run.finish()
+
+    sizes = {generation["number"]: generation["world_size"] for generation in run.summary()["generations"]}
+    meshes = run.meshes()
+    assert [sizes[1], sizes[4], max(sizes.items())[1]] == [8, 2, 4]
+    assert len({(size, *meshes.get(number, {}).values()) for number, size in sizes.items()}) >= 4
+    run.assert_whole()
+    Outcome.of(run, tmp_path / "moved-weights").assert_near(still)
 
 
 def test_a_worker_that_stands_by_over_the_end_of_an_epoch_joins_again(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -259,6 +315,7 @@ def started(
     mesh: MeshSettings,
     engine: str,
     config: Mapping[str, Any] | None = None,
+    scaling: ScalingSettings = FOUR,
 ) -> Run:
     folder.mkdir()
     run = Run(
@@ -266,7 +323,8 @@ def started(
         folder,
         function,
         run_id=run_id,
-        scaling=ScalingSettings(2, 4),
+        scaling=scaling,
+        resources={"CPU": 1.0 / scaling.workers_per_slot},
         memory={"every_steps": 1},
         every_steps=None,
         config={"engine": engine, **(config or {})},
