@@ -12,8 +12,9 @@ import torch
 
 from elastic.checkpoint.folder import open_folder
 from elastic.core.errors import UsageError
+from elastic.interchange.adapters import adapters_of, write_adapters
 from elastic.interchange.distributed import write_dcp
-from elastic.interchange.hugging_face import hugging_face_prefix, refuse_adapters, write_configuration
+from elastic.interchange.hugging_face import hugging_face_prefix, write_configuration
 from elastic.interchange.output_folder import OutputFolder, output_folder
 from elastic.interchange.safetensors_files import write_safetensors
 from elastic.interchange.state_dict import ExportedState, export_dtype
@@ -58,8 +59,7 @@ def export(
     cast = export_dtype(dtype)
     folder, manifest = open_folder(address_of(checkpoint))
     source = CheckpointTensors(folder, manifest)
-    if to == "hf":
-        refuse_adapters(source)
+    adapters = adapters_of(source) if to == "hf" else {}
     state = ExportedState(source, cast, hugging_face_prefix(source) if to == "hf" else "")
     about: dict[str, Any] = {
         "made_by": f"ray-elastic {version('ray-elastic')}",
@@ -72,9 +72,12 @@ def export(
     if source.registered:
         about["left_out"] = source.registered
     with output_folder(directory, about, overwrite) as output:
-        if to == "hf":
-            write_configuration(source, state, output, config)
-        _write(to, source, state, output, max_file_bytes)
+        if adapters:
+            write_adapters(source, adapters, cast, output, config, max_file_bytes)
+        else:
+            if to == "hf":
+                write_configuration(source, state, output, config)
+            _write(to, source, state, output, max_file_bytes)
     if source.registered:
         logger.warning(
             "only the model is exported; what elastic.state.register has kept is not: %s", ", ".join(source.registered)

@@ -19,18 +19,6 @@ def hugging_face_prefix(source: CheckpointTensors) -> str:
     return str((source.model.get("hugging_face") or {}).get("prefix", ""))
 
 
-def refuse_adapters(source: CheckpointTensors) -> None:
-    """Raises UsageError where the model has PEFT's: `from_pretrained` would find none of the names, and begin anew with
-    a warning."""
-    adapters = source.model.get("adapters")
-    if adapters:
-        raise UsageError(
-            f"checkpoint {source.manifest.id} is of a model with adapters of PEFT ({', '.join(adapters)}), in whose "
-            "names from_pretrained finds no weight: write them with trainer.save_model() or model.save_pretrained(DIR) "
-            "at the end of the training function, or export --to safetensors"
-        )
-
-
 def write_configuration(
     source: CheckpointTensors, state: ExportedState, output: OutputFolder, config: str | os.PathLike[str] | None
 ) -> None:
@@ -46,7 +34,7 @@ def write_configuration(
     if said.get("generation_config"):
         files["generation_config.json"] = json.dumps(said["generation_config"], indent=2)
     if config is not None:
-        files |= _texts(Path(config))
+        files |= texts_of(Path(config))
     if "config.json" not in files:
         raise UsageError(
             f"checkpoint {source.manifest.id} does not say which Hugging Face model it is of: give the folder of the "
@@ -57,7 +45,7 @@ def write_configuration(
         output.write(name, text)
 
 
-def _texts(folder: Path) -> dict[str, str]:
+def texts_of(folder: Path) -> dict[str, str]:
     """The small text files of a model's folder."""
     if folder.is_file():
         return {"config.json": folder.read_text()}

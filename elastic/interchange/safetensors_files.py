@@ -18,14 +18,17 @@ from elastic.store.objects import Objects
 _METADATA = {"format": "pt"}
 
 
-def write_safetensors(state: ExportedState, output: OutputFolder, max_file_bytes: int) -> list[str]:
-    """`model.safetensors`, or `model-00001-of-0000N.safetensors` and the index; returns the files' names.
+def write_safetensors(
+    state: ExportedState, output: OutputFolder, max_file_bytes: int, stem: str = "model"
+) -> list[str]:
+    """`model.safetensors` (`stem` in the place of "model"), or `model-00001-of-0000N.safetensors` and the index;
+    returns the files' names.
 
     Tensors that share memory are stored once, as the format demands; their other names are in the file's metadata,
     where `safetensors.torch.load_model` and `save_model` keep them.
     """
     parts = _parts(state.tensors.values(), max_file_bytes)
-    files = _file_names(len(parts))
+    files = _file_names(stem, len(parts))
     for file, part in zip(files, parts, strict=True):
         held = {info.name for info in part}
         aliases = {alias: name for alias, name in state.aliases.items() if name in held}
@@ -34,7 +37,7 @@ def write_safetensors(state: ExportedState, output: OutputFolder, max_file_bytes
         weight_map = {info.name: file for file, part in zip(files, parts, strict=True) for info in part}
         total = sum(info.bytes for info in state.tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        output.write_json("model.safetensors.index.json", index)
+        output.write_json(f"{stem}.safetensors.index.json", index)
     return files
 
 
@@ -82,7 +85,7 @@ def _parts(tensors: Iterable[TensorInfo], max_file_bytes: int) -> list[list[Tens
     return parts
 
 
-def _file_names(count: int) -> list[str]:
+def _file_names(stem: str, count: int) -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

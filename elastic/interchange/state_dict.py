@@ -30,33 +30,38 @@ class ExportedState:
     """The checkpoint's state_dict in `dtype`. `read` gives one tensor and keeps none.
 
     As `module.to(dtype)` does, only floating-point tensors are cast, buffers too. `prefix` chooses a sub-module: names
-    lose it, and tensors without it are left out.
+    lose it, and tensors without it are left out. `names` are all that there are, by what they are called here.
     """
 
-    def __init__(self, source: CheckpointTensors, dtype: torch.dtype | None = None, prefix: str = "") -> None:
+    def __init__(
+        self,
+        source: CheckpointTensors,
+        dtype: torch.dtype | None = None,
+        prefix: str = "",
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self._source = source
         self._dtype = dtype
-        self._prefix = prefix
-        chosen = [info for name, info in source.tensors.items() if name.startswith(prefix)]
-        self.tensors: dict[str, TensorInfo] = {self._short(info.name): self._exported(info) for info in chosen}
+        if names is None:
+            names = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix)}
+        self._names = names
+        self.tensors: dict[str, TensorInfo] = {
+            name: self._exported(name, source.tensors[own]) for name, own in names.items()
+        }
+        held = {own: name for name, own in names.items()}
         self.aliases: Mapping[str, str] = {
-            self._short(alias): self._short(name)
+            alias.removeprefix(prefix): held[name]
             for alias, name in source.aliases.items()
-            if alias.startswith(prefix) and name.startswith(prefix)
+            if alias.startswith(prefix) and name in held
         }
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, whole, contiguous, on the CPU. Raises IntegrityError where it is not what was written."""
-        return self._source.read(self._prefix + name).to(self.tensors[name].dtype)
+        return self._source.read(self._names[name]).to(self.tensors[name].dtype)
 
-    def _short(self, name: str) -> str:
-        return name[len(self._prefix) :]
-
-    def _exported(self, info: TensorInfo) -> TensorInfo:
+    def _exported(self, name: str, info: TensorInfo) -> TensorInfo:
         cast = self._dtype is not None and info.dtype.is_floating_point
-        return TensorInfo(
-            self._short(info.name), info.kind, info.shape, self._dtype if cast and self._dtype else info.dtype
-        )
+        return TensorInfo(name, info.kind, info.shape, self._dtype if cast and self._dtype else info.dtype)
 
 
 Read = Callable[[str], torch.Tensor]

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from crew import Crew
+from safetensors.torch import load_file
 from test_trainer_in_loop import entries, through_a_loss
+
+import elastic
 
 pytest.importorskip("trl", reason="trl is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -50,3 +53,10 @@ def test_a_trainer_of_a_library_goes_on_with_the_same_losses(
             first, *_, last = (entry["eval_loss"] for entry in wanted.told["log"][:-1] if "eval_loss" in entry)
             assert moved.told["best"] == pytest.approx(first, rel=1e-4)
             assert abs(first - last) > 1e-3 * first
+    if lora:
+        exported = elastic.export(tmp_path / "moved" / "run", tmp_path / "hf", to="hf")
+        written, own = (
+            {name: tensor.shape for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+            for folder in (exported, tmp_path / "moved")
+        )
+        assert written == own, "as the Trainer itself has written it"

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from elastic.core.checkpoint.manifest import Json
-from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, unwrapped
+from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, plain, unwrapped
 
 logger = logging.getLogger(__name__)
 
 
 def describe(model: torch.nn.Module) -> dict[str, Json]:
     """`class`; `aliases`: every further name of a shared (tied) tensor -> its first; `hugging_face`, see below;
-    `adapters`: names of PEFT's, where the model has any.
+    `adapters`: PEFT's, by name, where the model has any, see `_adapter`.
 
     `hugging_face` is None, or the configuration of the first Hugging Face model in `model`, with the `prefix` of its
     names ("" for the model itself, else for example "lm."). transformers is not imported.
@@ -45,12 +45,44 @@ def aliases(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def _adapters(model: torch.nn.Module) -> list[str]:
-    found: set[str] = set()
-    for _, module in named_modules(model):
+def _adapters(model: torch.nn.Module) -> dict[str, Json]:
+    for place, module in named_modules(model):
         given = getattr(module, "peft_config", None)
-        found |= set(map(str, given)) if isinstance(given, Mapping) else set()
-    return sorted(found)
+        if isinstance(given, Mapping):
+            return {str(name): _adapter(module, f"{place}." if place else "", str(name)) for name in given}
+    return {}
+
+
+def _adapter(model: Any, prefix: str, name: str) -> Json:
+    """`config`, as in PEFT's adapter_config.json, and `weights`: what its file calls a tensor -> the tensor's name.
+    Asked of PEFT itself, which `model` is made with. None where it has no answer in these terms."""
+    from peft import get_peft_model_state_dict
+
+    # No tensor of the model is touched: they may be partitioned. What PEFT takes of these is told by their identity.
+    asked = {key: torch.empty(0) for key, _ in (*model.named_parameters(), *model.named_buffers())}
+    own = {id(tensor): plain(key) for key, tensor in asked.items()}
+    try:
+        # Whether to keep the embeddings it would ask a hub. An export sees what would be left out.
+        found = get_peft_model_state_dict(model, asked, name, save_embedding_layers=False)
+        weights = {f"{_before(model)}{plain(key)}": f"{prefix}{own[id(tensor)]}" for key, tensor in found.items()}
+        return {"config": _configuration(model, name), "weights": weights}
+    except Exception as error:  # noqa: BLE001 - foreign code; only an export of the adapter would miss it
+        logger.warning("the adapter %s is not described in checkpoints: %s: %s", name, type(error).__name__, error)
+        return None
+
+
+def _before(model: Any) -> str:
+    """Of names in an adapter's file, where transformers' own integration has made it, without a PeftModel."""
+    return "" if hasattr(model, "get_base_model") else "base_model.model."
+
+
+def _configuration(model: Any, name: str) -> Json:
+    said = {**model.peft_config[name].to_dict(), "inference_mode": True}
+    if said.get("task_type") is None and hasattr(model, "get_base_model"):
+        base = type(model.get_base_model())
+        said["auto_mapping"] = {"base_model_class": base.__name__, "parent_library": base.__module__}
+    found: Json = json.loads(json.dumps(said, default=sorted))
+    return found
 
 
 def _hugging_face(model: torch.nn.Module) -> Json:
