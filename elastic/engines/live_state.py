@@ -73,9 +73,9 @@ class Weight:
     """What a forward pass uses of one trained parameter on this rank, 1-D: its elements from `start` on.
 
     `whole`: all that any rank has of it for its forward passes, so that other ranks have copies: all ranks, or with
-    `experts` those with the same experts or shard (`ShardedState.copies`), with `sliced` those with the same slices.
-    Where each expert is a tensor by itself, those of other ranks are here without elements; where ranks have copies of
-    a shard, what it has no rows of, too."""
+    `experts` those with the same experts or shard (`ShardedState.copies`), with `sliced` those with the same slices; of
+    a part it also says so of what ranks of a cell have different experts of. Where each expert is a tensor by itself,
+    those of other ranks are here without elements; where ranks have copies of a shard, what it has no rows of, too."""
 
     name: str
     start: int

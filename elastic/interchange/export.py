@@ -44,7 +44,8 @@ def export(
     `checkpoint` is a Ray Train Checkpoint, or the path or URL of a checkpoint's folder or of a run's (its newest one).
     The weights are those that the optimizer updates, fp32 where mixed precision keeps them so; `dtype` casts
     floating-point tensors. `max_file_bytes` and `config` (the folder of a Hugging Face model: its configuration and
-    tokenizer) belong to "safetensors" and "hf". One tensor is in memory at a time, and each is verified by its digest.
+    tokenizer) belong to "safetensors" and "hf". Of a model with adapters of PEFT "hf" writes these alone. One tensor is
+    in memory at a time, and each is verified by its digest.
 
     Raises UsageError before anything is written, IntegrityError for a damaged checkpoint, StorageError.
     """

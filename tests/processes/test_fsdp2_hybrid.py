@@ -20,7 +20,7 @@ from memory_samples import server
 from test_fsdp2_pipeline import FSDP2, LOOPED, assert_survivors_go_on, later, through_stages
 from test_oracle import BATCH, _distance
 from test_sequences_and_stages import assert_equal
-from test_tensor_parallel import ALLOWED, STOP
+from test_tensor_parallel import ALLOWED, SKEWED, STOP
 
 from elastic.checkpoint.memory.source import Holder
 from elastic.checkpoint.storage import CheckpointStore
@@ -71,6 +71,16 @@ def test_copies_of_a_shard_that_drift_apart_are_told_on_all_ranks(
 COPIES = "shards over 4 workers, sums over 2 copies of each"
 SLICED: dict[str, Any] = {"engine": "fsdp2", "sequences": True, "clipping": 0.3, "fsdp2": {"shard_workers": 4}}
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+
+
+@pytest.mark.slow
+def test_copies_that_drift_apart_between_slices_are_told_on_all_ranks(eight: Crew, tmp_path: Path) -> None:
+    """Alike in each copy of the shards."""
+    config = {**SLICED, "sequences": False, "skewed at": 1, "skewed": SKEWED, "schedule": False, "url": str(tmp_path)}
+    outcomes = eight.run(range(8), "tensor_parallel.train", config, end_at=2, tp=2, **{**MORE, "max_world_size": 8})
+    for rank, outcome in enumerate(outcomes):
+        assert f"{SKEWED} on rank {rank // 2 * 2 + 1} differs" in outcome.result.message
+    assert not CheckpointStore(str(tmp_path), "run").list()
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ class Replicas:
         self.own = {what: value for what, value in hashes.items() if what in own}
         self.beside = {what: value for what, value in hashes.items() if what in of_lane - own}
         self.everywhere = {what: value for what, value in hashes.items() if what not in own | of_lane}
-        self.across = _hashed(_sample(_parts(weights), turn) if compared else {})
+        self.across = _hashed(_sample(_parts(weights, state.writers is not None), turn) if compared else {})
 
     def fingerprints(self) -> tuple[int, int, int, int]:
         """Numbers of 63 bits of `everywhere`, `own`, `beside` and `across`."""
@@ -196,10 +196,12 @@ def _uncut(weights: Iterable[Weight], inventory: Inventory) -> set[str]:
     return found
 
 
-def _parts(weights: Iterable[Weight]) -> dict[str, torch.Tensor]:
-    """This rank's parts of such parameters, where they are partitioned: those of its cell have the same."""
-    uncut = (weight for weight in weights if not (weight.whole or weight.sliced or weight.experts))
-    return {_WEIGHTS + weight.name: weight.tensor for weight in uncut}
+def _parts(weights: Iterable[Weight], copied: bool) -> dict[str, torch.Tensor]:
+    """This rank's parts of such parameters, where they are partitioned: those of its cell have the same. `copied`: all
+    that there are, of which others have copies besides."""
+    uncut = (weight for weight in weights if not weight.sliced)
+    parts = (weight for weight in uncut if copied or not (weight.whole or weight.experts))
+    return {_WEIGHTS + weight.name: weight.tensor for weight in parts}
 
 
 def _hashed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
