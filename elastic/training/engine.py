@@ -360,14 +360,18 @@ class ElasticEngine:
 
     @contextmanager
     def leaving_failed_steps(self) -> Iterator[None]:
-        """A failure inside leaves the block; nothing in it is computed in an abandoned step."""
+        """A failure inside leaves the block; nothing in it is computed in an abandoned step. The modules train then, or
+        do not, as before it: one that is left may have been in an evaluation."""
         before, self._strict = self._strict, True
+        modes = [(module, module.training) for module in self._open().module.modules()]
         try:
             yield
         except (Exception, GenerationEnded) as error:
             self._strict = before
             if not self._abandoned(error):
                 raise
+            for module, training in modes:
+                module.training = training
         finally:
             self._strict = before
 

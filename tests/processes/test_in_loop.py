@@ -40,6 +40,10 @@ CASES = [
     pytest.param("FSDP2, layers", "forward", False, marks=pytest.mark.slow),
     ("FSDP2, layers", "backward", True),
     ("FSDP2, offload", "step", False),
+    *(
+        pytest.param(name, "evaluation", True, marks=pytest.mark.slow if name == "ZeRO-1" else [])
+        for name in ("ZeRO-1", "ZeRO-3", "FSDP2, layers")
+    ),
 ]
 
 
@@ -50,6 +54,7 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
     """3 ranks, one is killed within a step; 2 continue; a newcomer makes them 3 again, which is a planned change."""
     plain: dict[str, Any] = {**ENGINES[engine], "dropout": 0.1}
     config = {**plain, "in_loop": True, "strict": strict, "url": str(tmp_path / "moved")}
+    config["evaluates"] = where == "evaluation"
     if where == "backward":
         config["num_workers"] = 1
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1, "engine": _engine(plain)}

@@ -247,6 +247,13 @@ def train_with_more_after_each_step(config: dict[str, Any]) -> None:
     )
 
 
+def evaluate(engine: Any, x: torch.Tensor) -> None:
+    engine.eval()
+    with torch.no_grad():
+        dist.all_reduce(engine(x).float().mean())
+    engine.train()
+
+
 def train_in_loop(config: dict[str, Any]) -> None:
     """Holds on to everything that a loop may hold. Rank `config["victim"]` stays in step `config["at"]` for ever."""
     crew.told["calls"] = crew.told.get("calls", 0) + 1
@@ -273,6 +280,7 @@ def train_in_loop(config: dict[str, Any]) -> None:
                 passed["world sizes"].append(context.world_size)
                 passed["readers"].append({child.pid for child in multiprocessing.active_children()})
             assert engine.module is model
+            assert model.training
             assert all(parameter is held[name] for name, parameter in model.named_parameters())
             assert [group["lr"] for group in optimizer.param_groups] == engine.get_lr()
             assert context.step == (scheduler.last_epoch if sharded else scheduler.last_batch_iteration + 1)
@@ -284,7 +292,12 @@ def train_in_loop(config: dict[str, Any]) -> None:
                 if context.rank == 1:
                     crew.stay()
             with elastic.step() if config.get("strict") else nullcontext():
-                for name in ("forward", "backward", "step"):
+                for name in (
+                    "forward",
+                    "backward",
+                    "step",
+                    *(["evaluation"] if config.get("evaluates") and last else []),
+                ):
                     if at_fault and config["where"] == name:
                         crew.point("there")
                         if context.rank == config["victim"]:
@@ -295,8 +308,10 @@ def train_in_loop(config: dict[str, Any]) -> None:
                         loss = nn.functional.mse_loss(output, y)
                     elif name == "backward":
                         engine.backward(loss)
-                    else:
+                    elif name == "step":
                         engine.step()
+                    else:
+                        evaluate(engine, x)
             abandoned = elastic.get_context().abandoned
             assert not (last and made._optimizer_step_pre_hooks) or abandoned, "the platform's, of every generation"
             passed["abandoned"] += abandoned
