@@ -285,8 +285,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _elastic_epoch(self, engine: Any, loader: Any, epoch: int, ignore_keys: list[str] | None) -> None:
         self._follow(epoch)
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
-        first = True
+        first, ended = True, False
         for inputs in loader:
+            ended = False
             self._follow(epoch)
             if first:
                 self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
@@ -299,10 +300,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
                 continue
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self._after(engine, epoch, ignore_keys)
+            with engine.leaving_failed_steps():
+                self._after(engine, epoch, ignore_keys)
+                if _is_last(loader, epoch, self.state.global_step):
+                    # Before the loader is asked whether there is more: what is lost here is lost within the epoch.
+                    self._epoch_ends(engine, epoch, ignore_keys)
+                    ended = True
+            if engine.abandoned:
+                # A peer was lost in an evaluation, say. The step is done again, with all that follows it.
+                self.control = transformers.TrainerControl()
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
-        self._follow(epoch)
+        if not ended:
+            self._follow(epoch)
+            self._epoch_ends(engine, epoch, ignore_keys)
+
+    def _epoch_ends(self, engine: Any, epoch: int, ignore_keys: list[str] | None) -> None:
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self._after(engine, epoch, ignore_keys)
 
@@ -422,6 +435,12 @@ def _spec() -> GenerationSpec:
     generation = context.current()
     assert generation is not None
     return generation.scope.spec
+
+
+def _is_last(loader: Any, epoch: int, step: int) -> bool:
+    """Is this step known to be the last one of the epoch, or of the run?"""
+    plan = loader.plan
+    return bool(step == plan.last_step or (plan.finite is None and plan.epoch(step) != epoch))
 
 
 def _has_length(dataset: Any) -> bool:

@@ -21,13 +21,15 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 def stopped(base: Any, config: dict[str, Any]) -> Any:
-    """The same Trainer, whose rank `victim` stays in its pass after step `at`, to be killed there."""
+    """The same Trainer, whose rank `victim` stays in its pass after step `at`, or with `evaluating` in the evaluation
+    after the next one, to be killed there."""
     import elastic
 
     class Stopped(base):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            place = (elastic.get_context().step, elastic.get_context().rank)
-            if model.training and not elastic.get_context().resumed and place == (config.get("at"), config["victim"]):
+            place = (elastic.get_context().step - (not model.training), elastic.get_context().rank)
+            here = model.training != config.get("evaluating", False)
+            if here and not elastic.get_context().resumed and place == (config.get("at"), config["victim"]):
                 crew.point("there")
                 crew.stay()
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -70,7 +72,7 @@ def trains(config: dict[str, Any]) -> None:
             warmup_steps=3,
             num_train_epochs=3,
             logging_steps=3,
-            eval_strategy="no" if config.get("quiet") else "steps",
+            eval_strategy="no" if config.get("quiet") else config.get("strategy", "steps"),
             eval_steps=2,
             save_strategy="steps" if config.get("best") else "no",
             save_steps=2,

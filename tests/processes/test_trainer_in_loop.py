@@ -32,24 +32,24 @@ def entries(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def through_a_loss(
-    crew: Crew, folder: Path, trains: str, config: dict[str, Any], victim: int, last: int, **more: Any
+    crew: Crew, folder: Path, trains: str, config: dict[str, Any], victim: int, last: int, at: int = AT, **more: Any
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """3 ranks, one is killed within step `AT`; 2 continue; a newcomer makes them 3 again. (What they came to, what an
+    """3 ranks, one is killed after step `at`; 2 continue; a newcomer makes them 3 again. (What they came to, what an
     undisturbed run comes to); nobody was called again."""
     more = {"batch": BatchSettings(), "max_world_size": 3, "checkpoint_every_steps": 1, **more}
     config = {**config, "in_loop": True, "ahead": True, "victim": victim, "url": str(folder / "moved")}
-    crew.begin([0, 1, 2], trains, {**config, "at": AT}, **more)
+    crew.begin([0, 1, 2], trains, {**config, "at": at}, **more)
     stay = [number for number in (0, 1, 2) if number != victim]
     crew.reached(victim, "there")
-    crew.reached(0, f"committed step {AT}")
+    crew.reached(0, f"committed step {at}")
     crew.lose(victim, stay)
     crew.replace(victim)
     store = CheckpointStore(str(folder / "moved"), "run")
-    assert store.list()[0].step == AT
+    assert store.list()[0].step == at
 
-    config["at"] = AT
-    shrunk = crew.run(stay, trains, config, checkpoint=store.list()[0].id, end_at=AT + 3, **more)
-    _assert_ended(shrunk, "ended", AT + 3)
+    config["at"] = at
+    shrunk = crew.run(stay, trains, config, checkpoint=store.list()[0].id, end_at=at + 3, **more)
+    _assert_ended(shrunk, "ended", at + 3)
     joins = {**config, "place": (2, 3)}
     grown = crew.run([*stay, victim], trains, joins, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", last)
@@ -71,12 +71,27 @@ def test_survivors_of_a_killed_rank_stay_and_log_what_an_undisturbed_run_logs(
 ) -> None:
     """Rank 0 is no exception: that accelerate has been told another rank does not keep who takes its place from its
     loop. Without a stage with FSDP2."""
-    engine = {"engine": "fsdp2"} if stage is None else {"engine_config": {"zero_optimization": {"stage": stage}}}
-    grown, still = through_a_loss(crew, tmp_path, TRAINS, {}, victim, LAST_STEP, **engine)
+    assert_logged_alike(*through_a_loss(crew, tmp_path, TRAINS, {}, victim, LAST_STEP, **engine_of(stage)))
+
+
+@pytest.mark.parametrize(("stage", "strategy"), [(1, "epoch"), (3, "steps"), (None, "epoch")])
+def test_survivors_of_a_rank_that_is_killed_in_an_evaluation_stay_and_evaluate_again(
+    crew: Crew, tmp_path: Path, stage: int | None, strategy: str
+) -> None:
+    """That of step 4, which is the last of its epoch: the step is done again, and the evaluation with it."""
+    config = {"evaluating": True, "strategy": strategy}
+    assert_logged_alike(*through_a_loss(crew, tmp_path, TRAINS, config, 2, LAST_STEP, at=3, **engine_of(stage)))
+
+
+def engine_of(stage: int | None) -> dict[str, Any]:
+    return {"engine": "fsdp2"} if stage is None else {"engine_config": {"zero_optimization": {"stage": stage}}}
+
+
+def assert_logged_alike(grown: list[Outcome], still: list[Outcome]) -> None:
     for moved, wanted in zip(grown, still, strict=True):
         for key in ("steps", "counted", "zero", "processes", "epoch"):
             assert moved.told[key] == wanted.told[key], key
-        assert len(entries(moved)) == len(entries(wanted)) > 8
+        assert len(entries(moved)) == len(entries(wanted)) > 6
         for one, other in zip(entries(moved), entries(wanted), strict=True):
             assert one == pytest.approx(other, rel=1e-4)
     assert [outcome.told["zero"] for outcome in grown] == [True, False, False]
@@ -87,7 +102,7 @@ def test_the_best_weights_are_the_models_at_the_end_and_the_last_ones_are_saved(
     crew: Crew, tmp_path: Path, stage: int | None
 ) -> None:
     """`load_best_model_at_end`: those of step 2, which one rank of three has not lived to and another has not seen."""
-    engine = {"engine": "fsdp2"} if stage is None else {"engine_config": {"zero_optimization": {"stage": stage}}}
+    engine = engine_of(stage)
     grown, still = through_a_loss(crew, tmp_path, TRAINS, {"best": True}, 2, LAST_STEP, **engine)
     log = [entry for entry in still[0].told["log"] if "eval_loss" in entry]
     evaluated = {entry["step"]: entry["eval_loss"] for entry in log[:-1]}
