@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from elastic.core.generation_spec import GenerationSpec
 from elastic.data import hugging_face, stream
 from elastic.engines.foreign_loops import OWN
 from elastic.engines.select import engine_kind
-from elastic.integrations import transformers_arguments, transformers_best, transformers_weights
+from elastic.integrations import transformers_arguments, transformers_best, transformers_state, transformers_weights
 from elastic.training import api, context
 from elastic.training.data.stream.foreign import is_hugging_face, streamed
 from elastic.training.engine import ElasticEngine
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 # Where the Trainer's own state is in api.state.
 _KEPT = "transformers.Trainer"
-_LOGS_KEPT = 1000
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -257,21 +255,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         # The epoch under way and the steps before it: the length of a stream's is known at its end.
         self._epoch = tuple(kept.get("epoch", (0, 0)))
         self.state.epoch = self._epochs_done()
-        self.state.log_history = list(kept.get("log_history", ()))
-        self.state.best_metric = kept.get("best_metric")
-        self.state.best_global_step = kept.get("best_global_step")
         self._best = transformers_best.BestWeights(generation.scope, self.args.output_dir, kept.get("best_saved"))
         self.state.best_model_checkpoint = self._best.folder
-        self.state.total_flos = kept.get("total_flos", 0)
-        _restore_callbacks(self, kept.get("callbacks", {}))
+        transformers_state.take_up(self, kept)
         # A step's control is that of the last function's end.
         self.control.should_training_stop = False
-        # The losses since the last line of the log, of all ranks, and of the lines before.
-        self._tr_loss = _sum(kept.get("loss", 0.0), self.args.device)
-        self._total_loss_scalar = kept.get("loss_total", 0.0)
-        self._globalstep_last_logged = kept.get("logged", self.state.global_step)
-        self._initial_global_step = kept.get("first", self.state.global_step)
-        self._began = time.time() - kept.get("seconds", 0.0)
         self.current_flos, self._rate = 0.0, None
 
     def _epochs_done(self) -> float:
@@ -414,21 +402,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.args.save_total_limit = limit
 
     def _keep(self) -> None:
-        state = self.state
-        api.state[_KEPT] = {
-            "log_history": [_finite(entry) for entry in state.log_history[-_LOGS_KEPT:]],
-            "best_metric": state.best_metric,
-            "best_global_step": state.best_global_step,
-            "best_saved": self._best.step,
-            "total_flos": state.total_flos,
-            "epoch": self._epoch,
-            "callbacks": _callbacks(self),
-            "loss": _number(self._tr_loss.item()),
-            "loss_total": _number(self._total_loss_scalar),
-            "logged": self._globalstep_last_logged,
-            "first": self._initial_global_step,
-            "seconds": time.time() - self._began,
-        }
+        api.state[_KEPT] = {**transformers_state.kept(self), "best_saved": self._best.step, "epoch": self._epoch}
 
 
 def _spec() -> GenerationSpec:
@@ -449,40 +423,3 @@ def _has_length(dataset: Any) -> bool:
 
 def _model_of(model: Any) -> Any:
     return model.module if isinstance(model, ElasticEngine) else model
-
-
-def _sum(value: float | None, device: torch.device) -> torch.Tensor:
-    """Of losses; a kept one that was not finite is None."""
-    return torch.tensor(math.nan if value is None else value, dtype=torch.float64, device=device)
-
-
-def _callbacks(trainer: Any) -> dict[str, Any]:
-    """The state of callbacks that have one, as TrainerState keeps it."""
-    exportable = transformers.trainer_callback.ExportableState
-    found: dict[str, Any] = {}
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, exportable):
-            name, said = type(callback).__name__, callback.state()
-            if name in found:
-                found[name] = [*(found[name] if isinstance(found[name], list) else [found[name]]), said]
-            else:
-                found[name] = said
-    return found
-
-
-def _restore_callbacks(trainer: Any, kept: dict[str, Any]) -> None:
-    """In place: transformers' own way makes new objects, which the user's code does not hold."""
-    for name, said in kept.items():
-        same = [callback for callback in trainer.callback_handler.callbacks if type(callback).__name__ == name]
-        for callback, one in zip(same, said if isinstance(said, list) else [said], strict=False):
-            for attribute, value in one.get("attributes", {}).items():
-                setattr(callback, attribute, value)
-
-
-def _finite(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: _number(value) for key, value in entry.items()}
-
-
-def _number(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
