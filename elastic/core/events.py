@@ -106,6 +106,13 @@ class WorkerReady:
 
 
 @dataclass(frozen=True)
+class WorkerSettingUp:
+    """The worker's function does its set-up still, while others train, and makes progress: it has as long again."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class WorkerStartFailed:
     """`usage` marks errors that a retry cannot fix (the entry point does not import)."""
 
@@ -467,9 +474,9 @@ GenerationEvent = (
 
 Event = (
     RunStarted | ControllerRestarted | StopRequested | Tick | NodesDraining | CapacityJudged | SlotsShared |
-    SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed | WorkerDied | NodeMeasured | DeviceFailed |
-    WorkersSilent | ProbeAnswered | SnapshotsReported | CheckpointCommitted | SaveFailing | ControlStoreAway |
-    ControlStoreBack |
+    SlotPlaced | SlotLost | WorkerReady | WorkerSettingUp | WorkerStartFailed | WorkerDied | NodeMeasured |
+    DeviceFailed | WorkersSilent | ProbeAnswered | SnapshotsReported | CheckpointCommitted | SaveFailing |
+    ControlStoreAway | ControlStoreBack |
     GenerationEvent
 )  # fmt: skip
 

@@ -47,6 +47,7 @@ class Worker:
     """One worker process. A dead worker is removed; its successor in the same slot has a new number.
 
     Whether it is inside a generation is not said here: all members enter and leave at once (`Fleet.inside`).
+    `since`: when its phase began, or it had its time anew; `before_s`: for how long it had been in the phase then.
     `lasting`: see `WorkerReady`.
     """
 
@@ -57,6 +58,7 @@ class Worker:
     pid: int | None = None
     host: str = ""
     lasting: int = 0
+    before_s: float = 0.0
 
 
 class Slots(Table[Slot]):
@@ -106,7 +108,7 @@ class Slots(Table[Slot]):
 
 
 class Workers(Table[Worker]):
-    """`starting` are those that are not ready yet, in the order in which they were started."""
+    """`starting` are those that are not ready yet, in the order in which their time for it ends."""
 
     __slots__ = ("_by_slot", "starting")
     JSON_FORM = Mapping[int, Worker]
@@ -136,7 +138,10 @@ class Workers(Table[Worker]):
             rest = tuple(other for other in self._by_slot[slot] if other != number)
             self._by_slot = self._by_slot.put({slot: rest}) if rest else self._by_slot.without((slot,))
         starting = [number for number, worker in put.items() if worker.phase is WorkerPhase.STARTING]
-        self.starting = _updated(self.starting, (*put, *gone), starting)
+        starting.sort(key=lambda number: put[number].since)
+        # One that has its time anew comes after all others.
+        anew = [number for number in starting if before is not None and number in before.starting]
+        self.starting = _updated(self.starting.minus(anew), (*put, *gone), starting)
 
 
 class Members(tuple[int, ...]):

@@ -396,6 +396,13 @@ def sets_up_while_held(config: dict[str, Any]) -> None:
     train(config)
 
 
+def sets_up_busily(config: dict[str, Any]) -> None:
+    """The set-up waits, and says that it is no hang."""
+    with elastic.busy("reading"):
+        set_up_while_held(config)
+    train(config)
+
+
 def set_up_while_held(config: dict[str, Any]) -> None:
     """Set-up lasts as long as the test wants: as long as `hold` is in the folder. Where the test wants it asks for its
     place before, comes to a barrier, and agrees on a name."""

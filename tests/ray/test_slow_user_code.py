@@ -72,6 +72,29 @@ def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_pa
     assert run.decisions("function-left") == []
 
 
+def test_a_set_up_that_is_longer_than_a_start_may_be_holds_up_nobody(cluster: LocalCluster, tmp_path: Path) -> None:
+    """As long as it makes progress: here it says that it is busy."""
+    limits = {"worker_start_timeout_s": 50.0}
+    run = Run(cluster, tmp_path, "loops:sets_up_busily", scaling=ScalingSettings(1, 2), failures=limits)
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    hold = tmp_path / "hold"
+    hold.touch()
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    run.allow(7)
+    run.wait_generation(2)
+    run.wait_for("the second time that the set-up goes on", lambda _: len(run.events("WorkerSettingUp")) == 2)
+    run.allow(14)
+    run.reach(14)
+    assert run.handle.progress()["generation"] == 2
+    hold.unlink()
+    run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the new worker to join")
+    run.finish()
+    run.assert_whole()
+    assert run.events("WorkerStartFailed") == []
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_spare_has_done_its_set_up_and_made_its_passes(cluster: LocalCluster, tmp_path: Path, asks: bool) -> None:
     """It came before the run's first step, when nobody knew a place or a pass, and is told when the others train."""

@@ -134,6 +134,8 @@ def _apply(transition: Transition, event: ev.Event) -> None:
             membership.slot_lost(transition, event)
         case ev.WorkerReady():
             membership.worker_ready(transition, event)
+        case ev.WorkerSettingUp():
+            membership.worker_setting_up(transition, event)
         case ev.WorkerStartFailed():
             membership.worker_start_failed(transition, event)
         case ev.WorkerDied():

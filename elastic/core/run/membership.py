@@ -14,6 +14,7 @@ from elastic.core.events import (
     SlotPlaced,
     WorkerDied,
     WorkerReady,
+    WorkerSettingUp,
     WorkersSilent,
     WorkerStartFailed,
 )
@@ -107,6 +108,19 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
         hold_back_slots(transition)
 
 
+def worker_setting_up(transition: Transition, event: WorkerSettingUp) -> None:
+    worker = transition.fleet.workers.get(event.worker)
+    if worker is None or worker.phase is not WorkerPhase.STARTING:
+        return
+    lasted = worker.before_s + transition.now - worker.since
+    transition.put_worker(replace(worker, since=transition.now, before_s=lasted))
+    transition.say(
+        f"{transition.name_of(worker.id)} is in its set-up, {lasted:.0f} s after its start, and makes progress: the "
+        "others train meanwhile",
+        kind="worker",
+    )
+
+
 def worker_ready(transition: Transition, event: WorkerReady) -> None:
     worker = transition.fleet.workers.get(event.worker)
     if worker is None or worker.phase is not WorkerPhase.STARTING:
@@ -118,6 +132,7 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
             pid=event.pid,
             host=event.host,
             since=transition.now,
+            before_s=0.0,
             lasting=event.lasting,
         )
     )
@@ -128,7 +143,8 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
     if streaks.start_failures or streaks.slot_failures:
         transition.set_trouble(streaks=replace(streaks, start_failures=0, slot_failures=0))
     transition.say(
-        f"{transition.name_of(worker.id)} is ready after {transition.now - worker.since:.1f} s", kind="worker"
+        f"{transition.name_of(worker.id)} is ready after {worker.before_s + transition.now - worker.since:.1f} s",
+        kind="worker",
     )
     if all(other.phase is not WorkerPhase.STARTING for other in transition.workers_in(slot.id)):
         transition.set(meter=transition.state.meter.ready(slot.id, transition.now))

@@ -59,7 +59,7 @@ def next_deadline(state: RunState) -> float | None:
     times: list[float] = []
     starting = state.fleet.workers.starting
     if starting and not state.fleet.control_store_away:
-        # The first one was started first.
+        # The first one's time ends first.
         times.append(state.fleet.workers[next(iter(starting))].since + failures.worker_start_timeout_s)
     if state.trouble.suspicion is not None:
         times.append(state.trouble.suspicion.deadline)

@@ -23,7 +23,7 @@ from elastic.core.errors import ElasticError, Fenced
 from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run import machine
 from elastic.core.run.membership import expected_place
-from elastic.core.run.phase import Finished
+from elastic.core.run.phase import Finished, Training
 from elastic.core.run.state import WorkerPhase
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
@@ -206,6 +206,15 @@ class ControllerActor:
         """(rank, world size) that a worker may be told before it joins."""
         await self._begun()
         return expected_place(self._loop.state, worker)
+
+    async def setting_up(self, worker: int) -> bool:
+        """A worker's set-up takes long, and makes progress. May it go on before the worker is ready? Where others train
+        nobody waits for it."""
+        await self._begun()
+        trains = isinstance(self._loop.state.phase, Training)
+        if trains:
+            self._events.put_nowait(ev.WorkerSettingUp(worker))
+        return trains
 
     async def _begun(self) -> None:
         """Wait for the start. Raises ElasticError with its cause where it has failed."""

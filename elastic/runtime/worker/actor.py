@@ -164,10 +164,18 @@ class WorkerActor:
         training.start()
         self._training_thread = training.ident
         if failures.in_loop:
-            # A generation that begins with this worker does not wait for its set-up then. What is left of a longer one
-            # is waited for there, within its own limit.
-            self._set_up.wait(failures.worker_start_timeout_s * _SET_UP_SHARE)
+            self._await_set_up(failures.worker_start_timeout_s * _SET_UP_SHARE)
         return {"pid": os.getpid(), "host": address}
+
+    def _await_set_up(self, share_s: float) -> None:
+        """A generation that begins with this worker does not wait for its set-up then. Of a longer one that stands
+        still, or that nobody trains beside, the rest is waited for there, within its own limit."""
+        from elastic.runtime.worker.work_watch import SetUpWatch
+
+        watch = SetUpWatch()
+        while not self._set_up.wait(share_s):
+            if not watch.works() or not self._asked(self._controller.setting_up.remote(self._worker)):
+                return
 
     def command(self, incarnation: int, name: str, *args: Any) -> Any:
         """One of the methods below, for the controller of that incarnation.

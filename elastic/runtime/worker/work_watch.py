@@ -91,6 +91,22 @@ class WorkWatch:
                 scope.coordinator.moved()
 
 
+class SetUpWatch:
+    """Of a set-up before its worker is ready, from now on: has it computed, or `elastic.busy` declared, since this was
+    last asked?"""
+
+    def __init__(self, used_s: Callable[[], float] | None = None) -> None:
+        self._processor_s = used_s or (lambda: processor_s(os.getpid(), descendants=True))
+        self._until = time.monotonic() + _LIMIT_S
+        self._looked_at, self._used_s = time.monotonic(), self._processor_s()
+
+    def works(self) -> bool:
+        now, used_s = time.monotonic(), self._processor_s()
+        computes = used_s - self._used_s >= _COMPUTES * (now - self._looked_at)
+        self._looked_at, self._used_s = now, used_s
+        return now < self._until and (computes or busy.declared())
+
+
 def _found(frame: FrameType | None) -> tuple[bool, bool]:
     """Whether the stack has a collective, and whether it has a compiler."""
     waits = compiles = False

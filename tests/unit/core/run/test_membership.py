@@ -73,6 +73,26 @@ def test_a_minimum_that_does_not_fill_its_nodes() -> None:
     assert len(s.acts(act.BeginGeneration)[0].members) == 4
 
 
+def test_a_worker_that_makes_progress_in_its_set_up_has_as_long_again() -> None:
+    s = Scenario(2, 4, worker_start_timeout_s=100.0).started(2).do(ev.SlotPlaced(2, "c"), ev.SlotPlaced(3, "d"))
+    first, second = s.state.fleet.workers.starting
+    s.wait(60).do(ev.WorkerSettingUp(first))
+    assert f"worker {first} on node c is in its set-up, 60 s after its start, and makes progress" in s.said()
+    assert [*s.state.fleet.workers.starting] == [second, first], "whose time ends first is looked at first"
+    s.wait(45)
+    assert "not ready after 100 s" in s.said()
+    assert first in s.state.fleet.workers
+    assert second not in s.state.fleet.workers
+    s.do(ev.WorkerReady(first, 1, "host"))
+    assert f"worker {first} on node c is ready after 105.0 s" in s.said()
+
+
+def test_a_worker_that_is_ready_has_its_set_up_behind_it() -> None:
+    s = Scenario(2, 4).started(2)
+    before = s.state
+    assert s.do(ev.WorkerSettingUp(0), ev.WorkerSettingUp(77)).state.fleet == before.fleet
+
+
 def test_one_of_two_workers_of_a_node_dies_and_comes_back() -> None:
     s = Scenario(2, 4, per_slot=2).started(4).do(ev.WorkerDied(1, "exit code -9")).left(3)
     assert s.state.members == (0, 2, 3)
