@@ -15,7 +15,7 @@ import torch
 
 from elastic.core.generation_spec import GenerationSpec
 from elastic.runtime.worker import work_watch
-from elastic.runtime.worker.work_watch import WorkWatch
+from elastic.runtime.worker.work_watch import SetUpWatch, WorkWatch
 from elastic.training.busy import reporting
 from elastic.training.local import SilentCoordinator
 from elastic.training.scope import GenerationScope
@@ -97,6 +97,19 @@ def test_processor_time_counts_before_the_first_step_has_ended(
     scope.step += 1
     used.passes(1.0, 0.9)
     assert not watch.works(), "from the first step on steps tell"
+
+
+def test_a_set_up_before_its_worker_is_ready(used: Used) -> None:
+    watch = SetUpWatch(lambda: used.seconds)
+    used.passes(100.0, 0.3)
+    assert watch.works()
+    used.passes(100.0, 0.05)
+    assert not watch.works(), "it waits for a download, say"
+    with reporting(None, "reading", 1000.0):
+        used.passes(100.0, 0.0)
+        assert watch.works(), "which it may declare"
+    used.passes(4000.0, 0.9)
+    assert not watch.works(), "an endless loop computes, too"
 
 
 def test_what_was_used_while_the_group_was_joined_is_not_the_set_ups(used: Used) -> None:
