@@ -7,6 +7,7 @@ from typing import Any
 import crew
 import torch
 from hugging_face import model_of, text
+from scheduled import may_stay
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -22,11 +23,14 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 def stopped(base: Any, config: dict[str, Any]) -> Any:
     """The same Trainer, whose rank `victim` stays in its pass after step `at`, or with `evaluating` in the evaluation
-    after the next one, to be killed there."""
+    after the next one, to be killed there; or where `kills` says it."""
     import elastic
 
     class Stopped(base):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if "kills" in config:
+                may_stay(config, "forward" if model.training else "evaluation")
+                return super().compute_loss(model, inputs, *args, **kwargs)
             place = (elastic.get_context().step - (not model.training), elastic.get_context().rank)
             here = model.training != config.get("evaluating", False)
             if here and not elastic.get_context().resumed and place == (config.get("at"), config["victim"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import crew
@@ -43,22 +44,26 @@ def trains(config: dict[str, Any]) -> None:
     made = 0
     for _ in elastic.epochs() if "epochs" in has else range(2):
         for x, y in loader:
-            _may_stay(config, "batch")
-            loss = nn.functional.mse_loss(engine(x), y)
-            _may_stay(config, "forward")
-            engine.backward(loss)
-            _may_stay(config, "backward")
-            over = engine.is_gradient_accumulation_boundary()
-            # The run's step is asked for by those alone that count by it.
-            number = elastic.get_context().step + 1 if has.get("logs") == "by step" else made + 1
-            engine.step()
-            _may_stay(config, "step")
-            made += over
-            if over and "logs" in has and number % 3 == 1:
-                mean = loss.detach().clone()
-                dist.all_reduce(mean, group=group)
-        if "evaluates" in has:
-            _evaluate(engine, data, group)
+            with elastic.step() if "strict" in has else nullcontext():
+                assert engine.module.training
+                may_stay(config, "batch")
+                loss = nn.functional.mse_loss(engine(x), y)
+                may_stay(config, "forward")
+                engine.backward(loss)
+                may_stay(config, "backward")
+                over = engine.is_gradient_accumulation_boundary()
+                # The run's step is asked for by those alone that count by it.
+                number = elastic.get_context().step + 1 if has.get("logs") == "by step" else made + 1
+                engine.step()
+                may_stay(config, "step")
+                made += over
+                if over and "logs" in has and number % 3 == 1:
+                    mean = loss.detach().clone()
+                    dist.all_reduce(mean, group=group)
+                if over and has.get("evaluates") == "within":
+                    _evaluate(config, engine, data, group)
+        if has.get("evaluates") is True:
+            _evaluate(config, engine, data, group)
     crew.told["made"] = made
 
 
@@ -75,7 +80,7 @@ def _rank(asks: str) -> int | None:
     return dist.get_rank() if asks == "torch" else None
 
 
-def _may_stay(config: dict[str, Any], where: str) -> None:
+def may_stay(config: dict[str, Any], where: str) -> None:
     generation = context.current()
     assert generation is not None
     spec = generation.scope.spec
@@ -84,8 +89,9 @@ def _may_stay(config: dict[str, Any], where: str) -> None:
         crew.stay()
 
 
-def _evaluate(engine: Any, data: Any, group: Any) -> None:
+def _evaluate(config: dict[str, Any], engine: Any, data: Any, group: Any) -> None:
     engine.eval()
+    may_stay(config, "evaluation")
     with torch.no_grad():
         found = torch.stack([engine(data[index][0][None]).sum() for index in range(len(data))]).sum()
     engine.train()

@@ -15,6 +15,7 @@ from crew import Crew
 from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _distance, _engine, _undisturbed
 
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.generation_spec import BatchSettings
 
 pytestmark = pytest.mark.processes
 
@@ -45,7 +46,7 @@ def function_of(draw: random.Random) -> dict[str, Any]:
     return has
 
 
-def schedule_of(draw: random.Random) -> list[Part]:
+def schedule_of(draw: random.Random, where: Sequence[str] = WHERE) -> list[Part]:
     """Of four workers; a step is done in each generation, or some."""
     parts, step, who = [], 0, draw.sample(range(4), draw.randint(1, 4))
     while step < LAST_STEP - 1 and len(parts) < 5:
@@ -53,7 +54,7 @@ def schedule_of(draw: random.Random) -> list[Part]:
         if step >= LAST_STEP:
             break
         if draw.random() < 0.5:
-            parts.append(Part(who, lost=(draw.randrange(len(who)), step, draw.choice(WHERE))))
+            parts.append(Part(who, lost=(draw.randrange(len(who)), step, draw.choice(where))))
             stay = [number for place, number in enumerate(who) if place != parts[-1].lost[0]]
         else:
             # Where the step is done already it ends at once.
@@ -99,8 +100,8 @@ def outcomes_of(crew: Crew, who: Sequence[int]) -> list[Any]:
     return [member.outcome for member in members]
 
 
-def happens(crew: Crew, part: Part, config: dict[str, Any], more: dict[str, Any]) -> list[Any]:
-    crew.begin(part.who, FUNCTION, config, end_at=part.end_at, **more)
+def happens(crew: Crew, part: Part, function: str, config: dict[str, Any], more: dict[str, Any]) -> list[Any]:
+    crew.begin(part.who, function, config, end_at=part.end_at, **more)
     if part.lost is not None:
         victim = crew.members[part.who[part.lost[0]]]
         survivors = [number for number in part.who if number != victim.number]
@@ -124,24 +125,78 @@ SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ra
 def test_any_schedule(crew: Crew, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     engine, has, parts = draw.choice(ENGINES), function_of(draw), schedule_of(draw)
-    first = crew.generation + 1
-    config: dict[str, Any] = {
-        **engine, "dropout": 0.1, "in_loop": True, "ahead": True, "has": has, "places": places_of(draw, parts, first),
-        "kills": {first + number: part.lost for number, part in enumerate(parts)}, "url": str(tmp_path / "moved"),
-    }  # fmt: skip
-    (tmp_path / "moved").mkdir()
+    assert_as_undisturbed(crew, tmp_path, draw, engine, has, parts)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+def test_any_schedule_of_steps_that_are_left_where_they_fail(crew: Crew, tmp_path: Path, seed: int) -> None:
+    """`with elastic.step():` around the passes, collectives of the loop's own, and an evaluation."""
+    draw = random.Random(seed)
+    engine, has = draw.choice(ENGINES), {**function_of(draw), "strict": True, "evaluates": "within"}
+    parts = schedule_of(draw, [*WHERE, "evaluation", "evaluation"])
+    assert_as_undisturbed(crew, tmp_path, draw, engine, has, parts)
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_any_schedule_of_transformers_trainer(crew: Crew, tmp_path: Path, seed: int) -> None:
+    """Every line of its log, on every rank."""
+    pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+    from test_trainer_in_loop import entries
+
+    draw = random.Random(seed)
+    stage = draw.choice([1, 3, None])
+    engine = {"engine": "fsdp2"} if stage is None else {"engine_config": {"zero_optimization": {"stage": stage}}}
+    parts = schedule_of(draw, ["forward", "evaluation"])
+    config: dict[str, Any] = {"strategy": draw.choice(["epoch", "steps"])}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 4, "checkpoint_every_steps": 1, **engine}
+    moved, config = through(crew, tmp_path / "moved", draw, "hf_trainer.trains", config, parts, more)
+    crew.settle()
+    quiet = {**config, "kills": {}, "url": str(tmp_path / "still")}
+    (still, *_) = crew.run([0, 1], "hf_trainer.trains", quiet, **more)
+    assert still.result.kind == "finished", still.result.traceback
+    for outcome in moved:
+        assert outcome.told["steps"] == still.told["steps"]
+        assert len(entries(outcome)) == len(entries(still)) > 4
+        for one, other in zip(entries(outcome), entries(still), strict=True):
+            # accelerate fills up the last batch of an evaluation by the number of ranks.
+            loose = {"eval_loss": pytest.approx(other["eval_loss"], rel=2e-2)} if "eval_loss" in other else {}
+            assert one == {key: pytest.approx(value, rel=1e-3) for key, value in other.items()} | loose
+
+
+def assert_as_undisturbed(
+    crew: Crew, tmp_path: Path, draw: random.Random, engine: dict[str, Any], has: dict[str, Any], parts: list[Part]
+) -> None:
+    config: dict[str, Any] = {**engine, "dropout": 0.1, "has": has}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "engine": _engine(engine), "checkpoint_every_steps": 1}
+    outcomes, _ = through(crew, tmp_path / "moved", draw, FUNCTION, config, parts, more)
+    crew.settle()
+    still = _undisturbed(crew, tmp_path / "still", {**engine, "dropout": 0.1}, 2)
+    assert _distance(still.state, Run(tmp_path / "moved", [outcomes]).state) <= 16 * FLOOR
+
+
+def through(
+    crew: Crew,
+    url: Path,
+    draw: random.Random,
+    function: str,
+    config: dict[str, Any],
+    parts: list[Part],
+    more: dict[str, Any],
+) -> tuple[list[Any], dict[str, Any]]:
+    """What the members of the last generation came to, and with what configuration."""
+    first = crew.generation + 1
+    config = {
+        **config, "in_loop": True, "ahead": True, "places": places_of(draw, parts, first),
+        "kills": {first + number: part.lost for number, part in enumerate(parts)}, "url": str(url),
+    }  # fmt: skip
+    url.mkdir()
     store = CheckpointStore(config["url"], "run")
     # What is as all others are, but has failed, is tried again, as it would be in a run.
     for part in [*parts, *[Part(parts[-1].who)] * TRIES]:
         newest = store.list()
-        outcomes = happens(crew, part, config, {**more, "checkpoint": newest[0].id if newest else None})
+        outcomes = happens(crew, part, function, config, {**more, "checkpoint": newest[0].id if newest else None})
         results = [outcome.result for outcome in outcomes]
         assert {result.kind for result in results} <= GOES_ON, (config, parts, part, results)
         if outcomes and all(result.kind == "finished" for result in results):
-            break
-    else:
-        raise AssertionError((config, parts, results))
-    crew.settle()
-    still = _undisturbed(crew, tmp_path / "still", {**engine, "dropout": 0.1}, 2)
-    assert _distance(still.state, Run(tmp_path / "moved", [outcomes]).state) <= 16 * FLOOR
+            return outcomes, config
+    raise AssertionError((config, parts, results))
