@@ -50,7 +50,7 @@ FUSED = {
             "shape": [2, -1],
             "partition_dim": 0,
         },
-        LAYERS["layer_specs"][1],  # type: ignore[index]
+        {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "row"},
     ],
 }
 

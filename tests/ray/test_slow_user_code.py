@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_cluster import LocalCluster
@@ -51,22 +53,7 @@ def test_a_restore_from_slow_storage_may_take_longer_than_a_join(cluster: LocalC
 def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_path: Path, asks: bool) -> None:
     """Also where it asks for its place first, as most scripts do."""
     run = Run(cluster, tmp_path, "loops:sets_up_while_held", scaling=ScalingSettings(1, 2), config={"asks": asks})
-    run.allow(6)
-    run.start()
-    run.reach(6)
-    hold = tmp_path / "hold"
-    hold.touch()
-    os.kill(run.worker(1)["pid"], signal.SIGKILL)
-    run.allow(7)
-    run.wait_generation(2)
-    wait_until((tmp_path / "sets up").exists, "the new worker to call its function")
-    run.allow(14)
-    run.reach(14)
-    assert run.handle.progress()["generation"] == 2
-    hold.unlink()
-    run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the new worker to join")
-    run.finish()
-    run.assert_whole()
+    join_after_a_set_up(run, lambda: wait_until((tmp_path / "sets up").exists, "the new worker to call its function"))
     assert sorted(path.read_text() for path in tmp_path.glob("told-*")) == ["0 of 2", "1 of 2", "1 of 2"] * asks
     assert len({path.read_text() for path in tmp_path.glob("name-*")}) == asks, "one name for all of them"
     assert run.decisions("function-left") == []
@@ -76,15 +63,25 @@ def test_a_set_up_that_is_longer_than_a_start_may_be_holds_up_nobody(cluster: Lo
     """As long as it makes progress: here it says that it is busy."""
     limits = {"worker_start_timeout_s": 50.0}
     run = Run(cluster, tmp_path, "loops:sets_up_busily", scaling=ScalingSettings(1, 2), failures=limits)
+
+    def goes_on(_: Any) -> bool:
+        return len(run.events("WorkerSettingUp")) == 2
+
+    join_after_a_set_up(run, lambda: run.wait_for("the second time that the set-up goes on", goes_on))
+    assert run.events("WorkerStartFailed") == []
+
+
+def join_after_a_set_up(run: Run, holds: Callable[[], Any]) -> None:
+    """Of two workers one is killed; the other trains until the new one's set-up `holds`, and on; then it joins."""
     run.allow(6)
     run.start()
     run.reach(6)
-    hold = tmp_path / "hold"
+    hold = run.folder / "hold"
     hold.touch()
     os.kill(run.worker(1)["pid"], signal.SIGKILL)
     run.allow(7)
     run.wait_generation(2)
-    run.wait_for("the second time that the set-up goes on", lambda _: len(run.events("WorkerSettingUp")) == 2)
+    holds()
     run.allow(14)
     run.reach(14)
     assert run.handle.progress()["generation"] == 2
@@ -92,7 +89,6 @@ def test_a_set_up_that_is_longer_than_a_start_may_be_holds_up_nobody(cluster: Lo
     run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the new worker to join")
     run.finish()
     run.assert_whole()
-    assert run.events("WorkerStartFailed") == []
 
 
 @pytest.mark.parametrize("asks", [True, False])
