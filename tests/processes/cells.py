@@ -40,6 +40,15 @@ def offloaded(*stages: int) -> list[dict[str, Any]]:
     ]
 
 
+# In the schedule of MOVED two stand by from step 3 to step 5, and the first epoch ends within step 4.
+STOOD_BY = "left: it has stood by while the others came to the end of an epoch"
+
+
+def left(crew: Crew) -> set[str]:
+    """Why functions of those that are there have left their loop."""
+    return {point for member in crew.members for point in member.points if point.startswith("left")}
+
+
 class Run:
     """What is compared: the newest checkpoint, with slices put together, and the loss of every step."""
 

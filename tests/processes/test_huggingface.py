@@ -45,10 +45,11 @@ def through(
     "config",
     [
         pytest.param({"stage": 1}, id="stage1"),
-        pytest.param({"stage": 3, "model": TIED}, id="stage3-tied"),
+        pytest.param({"stage": 3, "model": TIED, "in_loop": True}, id="stage3-tied-in-loop"),
+        pytest.param({"stage": 1, "model": BIASED, "in_loop": True}, id="stage1-biases-in-loop", marks=SLOW),
         pytest.param({"engine": "fsdp2"}, id="fsdp2", marks=SLOW),
         pytest.param({"engine": "fsdp2", "model": TIED, "in_loop": True}, id="fsdp2-tied-in-loop"),
-        *(pytest.param({"stage": stage, "model": TIED}, id=f"stage{stage}-tied", marks=SLOW) for stage in (0, 1, 2)),
+        *(pytest.param({"stage": stage, "model": TIED}, id=f"stage{stage}-tied", marks=SLOW) for stage in (0, 1, 2, 3)),
         pytest.param({"stage": 2, "model": BIASED}, id="stage2-biases", marks=SLOW),
         pytest.param({"engine": "fsdp2", "model": BIASED, "eps": EPS}, id="fsdp2-biases", marks=SLOW),
         pytest.param({"engine": "fsdp2", "family": "Phi3"}, id="fsdp2-phi3", marks=SLOW),
@@ -63,6 +64,7 @@ def test_llama_with_shared_layers_equals_one_rank_with_whole_ones(
     config = {**LLAMA, **config}
     whole = through(crew, tmp_path / "whole", config, WHOLE)
     moved = through(crew, tmp_path / "moved", config, MOVED, tp=2)
+    assert cells.left(crew) <= {cells.STOOD_BY}
     assert moved.shapes[0]["model.layers.1.self_attn.o_proj.weight"] == (16, 8), "half of it"
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED

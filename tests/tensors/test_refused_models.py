@@ -28,14 +28,14 @@ from elastic.engines.select import engine_kind
 
 
 def test_a_model_on_the_meta_device_is_refused_and_a_placeholder_of_zero_init_is_not() -> None:
-    refuse_without_values(nn.Linear(2, 2))
+    refuse_without_values(nn.Linear(2, 2), begins=True)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"parameter '0.weight' is on the meta device and has no values"):
-        refuse_without_values(model)
+        refuse_without_values(model, begins=True)
     for parameter in model.parameters():
         parameter.ds_id = 0  # type: ignore[attr-defined]
-    refuse_without_values(model)
+    refuse_without_values(model, begins=True)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

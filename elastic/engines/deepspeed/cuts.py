@@ -21,8 +21,10 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.core.sharding.cuts import Cut, parts_of
+from elastic.engines.deepspeed.belongings import fill_placeholders
 from elastic.engines.deepspeed.experts import placement
 from elastic.engines.model.cuts import CHANGED, Whole
+from elastic.engines.model.placeholders import renew_accumulator
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -44,6 +46,10 @@ def noting_cuts(tp: int) -> Iterator[dict[str, Cut | str]]:
         found.update(_compared(model, whole, dist.get_rank() % tp, tp))
         # Experts are shared out before.
         found.update((name, cut) for name, p in named_parameters(model) if (cut := placement.cut_of(p, tp)))
+        # Not before: no rank needs memory for whole layers.
+        fill_placeholders(model)
+        for parameter in model.parameters():
+            renew_accumulator(parameter)
         return made
 
     DeepSpeedEngine._apply_autotp_partitioning = cut_and_compare

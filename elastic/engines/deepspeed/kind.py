@@ -40,7 +40,7 @@ class DeepSpeed:
     """Implements `elastic.engines.base.EngineKind`."""
 
     name = "deepspeed"
-    cuts_again = False
+    cuts_again = True
 
     def preload(self) -> None:
         startup.preload()
@@ -115,13 +115,14 @@ class DeepSpeed:
         config = native_experts.configured(objects.model, resolved.native)
         form = _Form.of(objects.model, resolved.native, config)
         form.require(resolved, objects)
-        fill_placeholders(objects.model)
+        if form.tp == 1:
+            fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
         try:
             native, wrapped, scheduler, cuts = _initialized(resolved, objects, config, form)
         except BaseException as error:
-            # A peer was lost, say: the next generation builds on the same model, unless its layers have been replaced.
-            if form.tp == 1 and not form.has_experts:
+            # A peer was lost, say: the next generation builds on the same model, unless its experts have been replaced.
+            if not form.has_experts:
                 belongings.failed()
             teardown.clear_stage3_globals()
             if refusal := form.refusal(error):
@@ -220,7 +221,7 @@ def _refuse(resolved: ResolvedConfig, objects: UserObjects) -> None:
             "pipeline= is for engine: fsdp2; with DeepSpeed give a deepspeed.pipe.PipelineModule as the model"
         )
     refuse_model(objects.model)
-    refuse_without_values(objects.model)
+    refuse_without_values(objects.model, resolved.begins)
     refuse_wrapped(objects.model, resolved.native)
     require_whole_layers(objects.model, resolved.native)
 

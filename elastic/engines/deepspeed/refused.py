@@ -213,14 +213,22 @@ def refuse_zero_init(model: Any, what: str) -> None:
         )
 
 
-def refuse_without_values(model: Any) -> None:
-    """Raise UsageError for a model on the meta device."""
+def refuse_without_values(model: Any, begins: bool) -> None:
+    """Raise UsageError for a model on the meta device, and where a run `begins` for one whose values were given up."""
+    from elastic.engines.model.placeholders import is_placeholder
+
     # Under deepspeed.zero.Init parameters are placeholders with a `ds_id`.
     meta = next((name for name, p in model.named_parameters() if p.is_meta and not hasattr(p, "ds_id")), None)
     if meta is not None:
         raise UsageError(
             f"parameter {meta!r} is on the meta device and has no values: build the model on the CPU, or under "
             "deepspeed.zero.Init with stage 3"
+        )
+    gone = next((name for name, p in model.named_parameters() if begins and is_placeholder(p)), None)
+    if gone is not None:
+        raise UsageError(
+            f"parameter {gone!r} has no values: they were lost with a worker while an engine was built on this model, "
+            "and there is no state yet to restore; build the model anew in the training function, without elastic.keep"
         )
 
 

@@ -10,13 +10,16 @@ import torch.distributed as dist
 from elastic.engines.when_imported import when_imported
 
 _FOLDED_IN = "torch._dynamo.variables.torch"
+_compiles = False
 
 
 def compiles() -> bool:
     """Has this process called torch.compile, or compiled a module? Each call names its backend in torch's table, which
-    has a nameless entry from the start."""
+    has a nameless entry from the start; torch's reset empties it, and what was compiled before compiles again."""
+    global _compiles
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and any(backend for backend in dynamo.cached_backends.values())
+    _compiles = _compiles or (dynamo is not None and any(backend for backend in dynamo.cached_backends.values()))
+    return _compiles
 
 
 def graphs() -> int:

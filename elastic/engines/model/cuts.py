@@ -13,6 +13,7 @@ import torch
 
 from elastic.comm.agreement import Agreement
 from elastic.core.sharding.cuts import Cut
+from elastic.engines.model.placeholders import is_placeholder
 from elastic.engines.model.plain_names import named_parameters
 
 # Of a parameter its cut, or in words why its slices cannot be put together.
@@ -32,7 +33,7 @@ class Whole:
     def __init__(self, module: torch.nn.Module) -> None:
         generator, constants = torch.Generator().manual_seed(0), dict[int, torch.Tensor]()
         for _, parameter in named_parameters(module):
-            if not parameter.is_meta and type(parameter.data) is torch.Tensor and _is_constant(parameter.data):
+            if _has_values(parameter.data) and _is_constant(parameter.data):
                 constants[id(parameter)] = parameter.data.flatten()[0].clone()
                 # In place: whatever else shares the memory goes on doing so.
                 parameter.data.copy_(torch.rand(parameter.shape, generator=generator))
@@ -57,10 +58,14 @@ class Whole:
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
     """Some thousand elements, from all over the tensor; none of one without values or in parts."""
-    if values.is_meta or type(values) is not torch.Tensor:
+    if not _has_values(values):
         return torch.empty(0)
     flat = values.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // 4093)].clone()
+
+
+def _has_values(values: torch.Tensor) -> bool:
+    return type(values) is torch.Tensor and not values.is_meta and not is_placeholder(values)
 
 
 def _is_constant(values: torch.Tensor) -> bool:
@@ -72,7 +77,7 @@ def _is_constant(values: torch.Tensor) -> bool:
 def _wrong(before: torch.Tensor | None, local: torch.Tensor, cut: Cut | None, lane: int) -> str | None:
     if before is None:
         return "the model had no such parameter before it was cut"
-    if before.is_meta:
+    if before.is_meta or is_placeholder(before):
         # Given back by an earlier generation, in which it was compared; its values are restored. Or it has none yet.
         return None
     if cut is None:
