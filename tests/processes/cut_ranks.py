@@ -65,7 +65,7 @@ def cut_by(tp: int, dtype: str) -> tuple[dict[str, Any], list[dict[str, Any]], l
     import deepspeed
     import torch
 
-    from elastic.engines.deepspeed.cuts import noting_cuts
+    from elastic.engines.deepspeed.layers.cuts import noting_cuts
 
     whole = {name: parameter.detach().clone() for name, parameter in model_of(dtype).named_parameters()}
     slices, said = [], []

@@ -85,7 +85,7 @@ def spoil(engine: Any, victim: int) -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """The ranks in `config["victims"]` stay in step `config["at"]`, for ever."""
+    """The ranks in `config["victims"]` stay in step `config["at"]` of a world of four, for ever."""
     engine, loader = build(config)
     balance = Balance(engine.module)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
@@ -108,7 +108,8 @@ def steps(config: dict[str, Any], engine: Any, loader: Any, balance: Balance) ->
             context = elastic.get_context()
             balance.begin()
             loss = loss_of(config, balance, engine(tokens), labels)
-            if config.get("at") == context.step and engine.is_gradient_accumulation_boundary():
+            here = (context.step, context.world_size) == (config.get("at"), 4)
+            if here and engine.is_gradient_accumulation_boundary():
                 crew.point("there")
                 if context.rank in config["victims"]:
                     crew.stay()

@@ -38,14 +38,15 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def train(config: dict[str, Any]) -> None:
-    """The ranks in `config["victims"]` stay in step `config["at"]`, for ever."""
+    """The ranks in `config["victims"]` stay in step `config["at"]` of a world of four, for ever."""
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
     for _ in elastic.epochs():
         for tokens, labels in loader:
             context = elastic.get_context()
             found = loss(engine(tokens), labels)
-            if config.get("at") == context.step and engine.is_gradient_accumulation_boundary():
+            here = (context.step, context.world_size) == (config.get("at"), 4)
+            if here and engine.is_gradient_accumulation_boundary():
                 crew.point("there")
                 if context.rank in config["victims"]:
                     crew.stay()

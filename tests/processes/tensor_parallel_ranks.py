@@ -87,7 +87,7 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, tp: int) -> Non
     from elastic.core.mesh import Mesh
     from elastic.core.sharding.zero import zero3_layout, zero12_layout
     from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
-    from elastic.engines.deepspeed.cuts import noting_cuts
+    from elastic.engines.deepspeed.layers.cuts import noting_cuts
     from elastic.training.state.engine_state import open_state
 
     mesh = Mesh.of(world_size, tp=tp)

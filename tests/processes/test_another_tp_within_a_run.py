@@ -33,10 +33,11 @@ def through(
     parts: Sequence[tuple[Sequence[int], int | None]] = PARTS,
     sp: int = 1,
 ) -> tuple[Run, set[str]]:
-    """`sizes`: by how many ranks each layer is shared in each of `parts`. Also why functions have left their loop."""
+    """`sizes`: by how many ranks each layer is shared in each of `parts`. Also why functions have left their loop.
+    `config["where"]`: the engine's call in which the rank is lost."""
     more = {**cells.of_run(config), "checkpoint_every_steps": 1, "tp_sizes": tuple(sorted({2, *sizes})), "sp": sp}
     given = {**config, "in_loop": True, "url": str(url)}
-    cells.lose_a_rank(crew, url, function, given, "backward", tp=2, **more)
+    cells.lose_a_rank(crew, url, function, given, config.get("where", "backward"), tp=2, **more)
     store, generations, left = CheckpointStore(str(url), "run"), list[list[Outcome]](), set[str]()
     for (who, end_at), tp in zip(parts, sizes, strict=True):
         outcomes = crew.run(who, function, given, checkpoint=store.list()[0].id, end_at=end_at, tp=tp, **more)
@@ -53,6 +54,8 @@ def through(
         *(pytest.param({"stage": stage}, (1, 2, 4), id=f"stage{stage}", marks=SLOW) for stage in (0, 2, 3)),
         pytest.param({"stage": 1, "dropout": 0.2}, (1, 2, 4), id="stage1-dropout"),
         pytest.param({"stage": 1, "fused": True}, (1, 2, 1), id="stage1-fused", marks=SLOW),
+        pytest.param({"stage": 2, "where": "forward"}, (1, 2, 2), id="stage2-forward"),
+        pytest.param({"stage": 1, "where": "step"}, (1, 2, 4), id="stage1-step", marks=SLOW),
         # No layer's slices have dropout in them: it is drawn alike on all ranks of a cell.
         pytest.param({"engine": "fsdp2", "dropout": 0.2}, (1, 2, 1), id="fsdp2-dropout"),
         pytest.param({"engine": "fsdp2", "compiled": True}, (1, 2, 1), id="fsdp2-compiled", marks=SLOW),

@@ -24,6 +24,7 @@ from elastic.core.policy.communication import refused_hook
 from elastic.engines.base import ResolvedConfig, UserObjects
 from elastic.engines.deepspeed.kind import KIND
 from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
+from elastic.engines.model.placeholders import placeholder
 from elastic.engines.select import engine_kind
 
 
@@ -36,6 +37,14 @@ def test_a_model_on_the_meta_device_is_refused_and_a_placeholder_of_zero_init_is
     for parameter in model.parameters():
         parameter.ds_id = 0  # type: ignore[attr-defined]
     refuse_without_values(model, begins=True)
+
+
+def test_values_that_were_given_up_are_refused_where_nothing_restores_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight.data = placeholder(model[0].weight, (2, 2))
+    refuse_without_values(model, begins=False)
+    with pytest.raises(UsageError, match=r"parameter '0.weight' has no values: they were lost with a worker"):
+        refuse_without_values(model, begins=True)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -67,6 +67,8 @@ class DeepSpeedAdapter:
         # Stage 3 gathers weights within the forward pass; tokens go to the ranks that have their experts.
         self._gathers = native.zero_optimization_partition_weights() or native.has_moe_layers
         self._hooks_called = self._calls_module and not self._gathers and _take_hooks(native)
+        # Also what slices of layers give is added up over ranks.
+        self._needs_others = self._gathers or native.autotp_size() > 1
         self._output = LastOutput.of(self.module)
         self.ledger = CollectiveLedger(self.device, {self.data_group: "dp"})
         self._whole_gradients: WholeGradients | None = None
@@ -104,7 +106,7 @@ class DeepSpeedAdapter:
             raise
         if self._hooks_called:
             self.native._forward_epilogue()
-        return self._output.seen(output, self.module.training) if self._gathers else output
+        return self._output.seen(output, self.module.training) if self._needs_others else output
 
     def ends_step(self, last: bool) -> None:
         if self.native.zero_optimization_partition_weights() and not self._has_pass:
@@ -119,7 +121,7 @@ class DeepSpeedAdapter:
             self._began_s = self.ledger.waited_s
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        if not self._gathers:
+        if not self._needs_others:
             # Without the engine, which would prepare a backward pass.
             return self.module(*inputs, **named)
         return self._output.zeros()

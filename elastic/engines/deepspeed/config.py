@@ -14,9 +14,9 @@ from elastic.core.generation_spec import BatchSettings
 from elastic.core.mesh import described
 from elastic.engines.base import Config, ResolvedConfig
 from elastic.engines.config_file import read_mapping
-from elastic.engines.deepspeed import tensor_parallel
 from elastic.engines.deepspeed.config_keys import refuse_unknown
 from elastic.engines.deepspeed.experts import config as experts
+from elastic.engines.deepspeed.layers import tensor_parallel
 from elastic.engines.deepspeed.pipeline import config as pipeline
 from elastic.engines.deepspeed.refused import refuse
 

@@ -16,11 +16,10 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
-from elastic.engines.deepspeed import monitors, startup, teardown, tensor_parallel, user_calls
+from elastic.engines.deepspeed import monitors, startup, teardown, user_calls
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
-from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
+from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.config import read_config, resolve
-from elastic.engines.deepspeed.cuts import noting_cuts
 from elastic.engines.deepspeed.experts import config as experts
 from elastic.engines.deepspeed.experts import native as native_experts
 from elastic.engines.deepspeed.experts.native_passes import prepare
@@ -28,6 +27,8 @@ from elastic.engines.deepspeed.experts.native_rules import require_carriable as 
 from elastic.engines.deepspeed.experts.optimizer import count_in_norm, groups_of_any_size, regrouped, require_groups
 from elastic.engines.deepspeed.experts.placement import make_groups, refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.experts.recorders import table_by_names
+from elastic.engines.deepspeed.layers import tensor_parallel
+from elastic.engines.deepspeed.layers.cuts import noting_cuts
 from elastic.engines.deepspeed.operators import build_ahead, forget_powers
 from elastic.engines.deepspeed.pipeline import config as pipeline
 from elastic.engines.deepspeed.pipeline.adapter import PipelineAdapter
@@ -115,20 +116,19 @@ class DeepSpeed:
         config = native_experts.configured(objects.model, resolved.native)
         form = _Form.of(objects.model, resolved.native, config)
         form.require(resolved, objects)
-        if form.tp == 1:
-            fill_placeholders(objects.model)
-        belongings = Belongings(objects.model, objects.optimizer)
+        belongings = Belongings(objects.model, objects.optimizer, resolved.shares_change)
         try:
-            native, wrapped, scheduler, cuts = _initialized(resolved, objects, config, form)
+            with belongings.keeping_objects():
+                native, wrapped, scheduler, cuts = _initialized(resolved, objects, config, form)
         except BaseException as error:
-            # A peer was lost, say: the next generation builds on the same model, unless its experts have been replaced.
-            if not form.has_experts:
-                belongings.failed()
+            # A peer was lost, say: the next generation builds on the same model.
+            belongings.failed()
             teardown.clear_stage3_globals()
             if refusal := form.refusal(error):
                 raise UsageError(refusal) from error
             raise
         try:
+            belongings.require_kept()
             form.require_built(native.module)
             engine = (
                 PipelineAdapter(native, nonfinite, belongings)

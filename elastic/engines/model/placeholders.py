@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 
 def placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -17,6 +18,13 @@ def placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def fill_placeholders(model: nn.Module) -> None:
+    """Memory for a model's parameters that have none."""
+    for parameter in model.parameters():
+        if is_placeholder(parameter):
+            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def renew_accumulator(parameter: torch.Tensor) -> None:

@@ -67,9 +67,16 @@ def configured(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != SECTION}
 
 
-def is_bound(model: nn.Module) -> bool:
-    """Do its layers have the groups of a generation?"""
-    return any(layer.deepspeed_moe.ep_group is not None for layer in layers_of(model).values())
+def are_counted_by_mesh(model: nn.Module) -> bool:
+    """Has it layers that were made with this rank's share of the experts?"""
+    return bool(layers_of(model))
+
+
+def unbind(model: nn.Module) -> None:
+    """The next engine gives its layers the groups of its generation; to one that has any it gives none."""
+    for layer in layers_of(model).values():
+        inner = layer.deepspeed_moe
+        inner.ep_group = inner.gate.ep_group = None
 
 
 def forget_pass(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import pytest
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.engines.deepspeed.config import check, resolve
-from elastic.engines.deepspeed.tensor_parallel import refuse_plan, require_slices, size_of
+from elastic.engines.deepspeed.layers.tensor_parallel import refuse_plan, require_slices, size_of
 from elastic.engines.fsdp2.config import check as check_fsdp2
 
 NONE = BatchSettings()

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.core.sharding.cuts import Cut, parts_of
-from elastic.engines.deepspeed.belongings import fill_placeholders
 from elastic.engines.deepspeed.experts import placement
 from elastic.engines.model.cuts import CHANGED, Whole
-from elastic.engines.model.placeholders import renew_accumulator
+from elastic.engines.model.placeholders import fill_placeholders, renew_accumulator
 from elastic.engines.model.plain_names import named_parameters
 
 
