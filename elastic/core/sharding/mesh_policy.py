@@ -9,8 +9,9 @@ network; then the present one. Pure: the same facts give the same mesh in every 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,7 @@ from elastic.core.checkpoint.snapshots import Copies
 from elastic.core.mesh import Mesh, MeshSettings, whole_cells
 from elastic.core.policy.measured import Axes, TriedMesh
 from elastic.core.sharding.mesh_memory import KnownMemory, MemoryNeed, predict
+from elastic.core.sharding.placement import boxes_of
 from elastic.core.wording import plural
 
 # Predictions that differ by less are alike.
@@ -234,10 +236,11 @@ def relative_step(shape: MeshSettings, world_size: int, passes: int | None) -> f
 
 def _held(facts: MeshFacts) -> dict[str, list[Box]] | None:
     """What of the state each node has; None: unknown."""
-    if facts.before is None or not facts.copies.nodes or facts.copies.ranks != facts.before.dp * facts.before.per_cell:
+    before = facts.before
+    if before is None or not facts.copies.nodes or facts.copies.ranks != before.dp * before.per_cell:
         return None
     return {
-        node: _joined(part(facts.before, rank) for begin, end in (*first, *others) for rank in range(begin, end))
+        node: [box for span in (*first, *others) for box in shares_of(before, *span)]
         for node, first, others in facts.copies.nodes
     }
 
@@ -247,34 +250,24 @@ def _moved(facts: MeshFacts, one: MeshCandidate, held: Mapping[str, Sequence[Box
     if held is None:
         return None
     shape = facts.settings.shape(one.axes)
-    mesh = shape.mesh(one.world_size)
-    needed: dict[str, list[Box]] = {}
-    for rank, reader in enumerate(facts.nodes_of(one.world_size, shape)):
-        needed.setdefault(reader or "", []).append(part(mesh, rank))
-    found = sum(
-        _common(own, other) for node, boxes in needed.items() for own in _joined(boxes) for other in held.get(node, ())
-    )
+    mesh, found, begin = shape.mesh(one.world_size), 0.0, 0
+    for node, ranks in groupby(facts.nodes_of(one.world_size, shape)):
+        end = begin + sum(1 for _ in ranks)
+        found += sum(_common(own, other) for own in shares_of(mesh, begin, end) for other in held.get(node or "", ()))
+        begin = end
     return round(max(0.0, 1.0 - found), 4)
-
-
-def _joined(boxes: Iterable[Box]) -> list[Box]:
-    """The same, neighbours in a lane as one."""
-    found: list[Box] = []
-    for box in sorted(boxes):
-        if found and found[-1][:2] == box[:2] and box[2] <= found[-1][3]:
-            found[-1] = (*found[-1][:3], max(found[-1][3], box[3]))
-        else:
-            found.append(box)
-    return found
 
 
 Box = tuple[float, float, float, float]
 
 
-def part(mesh: Mesh, rank: int) -> Box:
-    """Of the unit square, first and last lane and place of what a rank has."""
-    lane, lanes, place, places = mesh.part(rank)
-    return lane / lanes, (lane + 1) / lanes, place / places, (place + 1) / places
+def shares_of(mesh: Mesh, begin: int, end: int) -> list[Box]:
+    """Of the unit square, first and last lane and place of what these ranks have."""
+    _, lanes, _, places = mesh.part(0)
+    return [
+        (left / lanes, right / lanes, low / places, high / places)
+        for left, right, low, high in boxes_of(mesh, begin, end)
+    ]
 
 
 def _common(one: Box, other: Box) -> float:

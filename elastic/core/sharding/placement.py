@@ -99,14 +99,14 @@ def _of_parts(sizes: Sequence[int], copies: Copies, before: Mesh, after: Mesh) -
         for node, first_choice, others in copies.nodes
         for spans, weight in ((first_choice, units + 1), (others, units))
         for span in spans
-        for left, right, low, high in _boxes(before, *span)
+        for left, right, low, high in boxes_of(before, *span)
     ]
     held.sort()
     tallest = max(high - low for low, high, *_ in held)
     lows = [low for low, *_ in held]
     found, rank = [], 0
     for block, size in enumerate(sizes):
-        for left, right, low, high in _boxes(after, rank, rank + size):
+        for left, right, low, high in boxes_of(after, rank, rank + size):
             left, right, low, high = left * lanes, right * lanes, low * places, high * places
             for other in held[bisect_right(lows, low - tallest) : bisect_left(lows, high)]:
                 width = min(right, other[3]) - max(left, other[2])
@@ -117,8 +117,9 @@ def _of_parts(sizes: Sequence[int], copies: Copies, before: Mesh, after: Mesh) -
     return found
 
 
-@lru_cache(maxsize=4096)
-def _boxes(mesh: Mesh, begin: int, end: int) -> list[tuple[int, int, int, int]]:
+# Of a thousand ranks on nodes of eight 128 for each mesh that may come next, asked twice.
+@lru_cache(maxsize=1 << 14)
+def boxes_of(mesh: Mesh, begin: int, end: int) -> list[tuple[int, int, int, int]]:
     """What these ranks have: (first lane, last + 1, first place, last + 1), joined where they are neighbours."""
     rows: list[tuple[int, int, int, int]] = []
     for rank in range(begin, end):

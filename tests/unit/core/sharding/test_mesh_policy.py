@@ -15,13 +15,13 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import Copies, Held, copies_of, place_replicas, recoverable
-from elastic.core.mesh import MeshSettings
+from elastic.core.mesh import Mesh, MeshSettings
 from elastic.core.policy.measured import Measured, TriedMesh
 from elastic.core.run import machine
 from elastic.core.run.phase import Training
 from elastic.core.settings import RunSettings
 from elastic.core.sharding.mesh_memory import HeldState, HeldTensors, KnownMemory, MeshMemory, predict
-from elastic.core.sharding.mesh_policy import MeshCandidate, MeshFacts, choose, part, relative_step, said, table
+from elastic.core.sharding.mesh_policy import MeshCandidate, MeshFacts, choose, relative_step, said, shares_of, table
 from elastic.core.sharding.placement import members_in_order
 from elastic.core.typed_json import decode, encode
 
@@ -160,6 +160,11 @@ def test_parts_cover_the_state_once(shape: MeshSettings) -> None:
     assert sum((right - left) * (top - low) for left, right, low, top in parts) == pytest.approx(1.0)
     for x, y in product([one / 16 + 1 / 32 for one in range(16)], repeat=2):
         assert sum(left <= x < right and low <= y < top for left, right, low, top in parts) == 1
+
+
+def part(mesh: Mesh, rank: int) -> tuple[float, float, float, float]:
+    (found,) = shares_of(mesh, rank, rank + 1)
+    return found
 
 
 def lost(shape: MeshSettings, size: int, gone: int) -> Copies:
