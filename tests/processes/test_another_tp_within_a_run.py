@@ -38,13 +38,13 @@ def through(
     more = {**cells.of_run(config), "checkpoint_every_steps": 1, "tp_sizes": tuple(sorted({2, *sizes})), "sp": sp}
     given = {**config, "in_loop": True, "url": str(url)}
     cells.lose_a_rank(crew, url, function, given, config.get("where", "backward"), tp=2, **more)
-    store, generations, left = CheckpointStore(str(url), "run"), list[list[Outcome]](), set[str]()
+    store, generations, left = CheckpointStore(str(url), "run"), list[list[Outcome]](), cells.left(crew)
     for (who, end_at), tp in zip(parts, sizes, strict=True):
         outcomes = crew.run(who, function, given, checkpoint=store.list()[0].id, end_at=end_at, tp=tp, **more)
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
         assert all(outcome.clean for outcome in outcomes)
         generations.append(outcomes)
-        left |= {point for number in who for point in crew.members[number].points if point.startswith("left")}
+        left |= cells.left(crew)
     return Run(url, generations, sizes[-1]), left
 
 

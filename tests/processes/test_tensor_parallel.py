@@ -81,6 +81,8 @@ def test_a_run_with_shared_layers_equals_one_rank_with_whole_ones(
     whole = through(crew, tmp_path / "whole", config, WHOLE, tp=1)
     moved = through(crew, tmp_path / "moved", config, MOVED)
     assert cells.left(crew) <= {cells.STOOD_BY}, "layers that were cut can be cut anew"
+    if config.get("in_loop"):
+        assert [outcome.told["calls"] for outcome in moved.outcomes[-2:]] == [1, 1], "of those that were never away"
     shapes = whole.shapes[0]
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     assert _distance(whole.state(shapes), moved.state(shapes)) <= ALLOWED

@@ -119,6 +119,17 @@ def test_what_a_loop_holds_is_what_the_next_engine_has(build: Build) -> None:
         replaced.give_back()
 
 
+def test_what_transformers_collects_by_is_put_on_anew(build: Build) -> None:
+    """It would collect twice."""
+
+    def output_capturing_hook(*_: Any) -> None: ...
+
+    replaced, router = build(), build.model.block.router
+    router.register_forward_hook(output_capturing_hook)  # type: ignore[union-attr, arg-type]
+    replaced.give_back()
+    assert not router._forward_hooks  # type: ignore[union-attr]
+
+
 def test_a_hook_on_what_the_next_engine_has_not_is_named(build: Build) -> None:
     replaced = build()
     replaced.give_back()
