@@ -48,6 +48,7 @@ from elastic.training.state.extra_state import read_alone
 from elastic.training.state.initial_weights import load_whole
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
+from elastic.training.user.first_values import require_first_values
 from elastic.training.user.one_model import is_in_parts, require_one_model
 from elastic.training.user.pipelined import PipelinedEngine, refuse_measures, require_pipeline
 from elastic.training.user.startup import before_first_batch
@@ -93,6 +94,7 @@ def assemble(
     scope, source = generation.scope, given.source
     resolved = generation.kind.resolve(given.config, scope.spec, source.micro_batch)
     _refuse(scope.spec, resolved, given)
+    require_first_values(given.model, scope.spec)
     _require_one_model(generation, given)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     parameters = copied(given.model_parameters)

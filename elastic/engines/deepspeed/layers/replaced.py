@@ -24,8 +24,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _HOOK_OPTIONS = ("_with_kwargs", "_always_called")
 # Attributes that DeepSpeed sets only after an engine is built, besides those that begin with `ds_`.
 _SET_LATER = frozenset(
-    {"_hp_mapping", "_external_params", "_original_parameters", "_z3_optimizer", "all_parameters",
-     "applied_pre_backward_ref_cnt", "grad_accum", "is_external_param", "post_bwd_fn", "pre_bwd_fn"}
+    {"_hp_mapping", "_external_params", "_last_folding_dispatch_counters", "_original_parameters", "_z3_optimizer",
+     "all_parameters", "applied_pre_backward_ref_cnt", "grad_accum", "is_external_param", "post_bwd_fn", "pre_bwd_fn"}
 )  # fmt: skip
 # By which transformers collects what layers put out, put on where it finds none.
 _OF_TRANSFORMERS = "output_capturing_hook"
