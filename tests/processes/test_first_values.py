@@ -49,6 +49,19 @@ def spec(generation: int, run_id: str = "run", checkpoint: str | None = None) ->
     )
 
 
+def test_buffers_that_passes_have_changed_count_as_well() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    model.register_buffer("none", torch.empty(0, dtype=torch.bool))
+    require_first_values(model, spec(1))
+    model.cache.add_(1.0)  # type: ignore[operator, union-attr]
+    require_first_values(model, spec(2))
+    model(torch.randn(8, 4))
+    with pytest.raises(UsageError, match=r"'0.running_mean' of the model is not what it was"):
+        require_first_values(model, spec(3))
+
+
 def test_what_was_not_trained_may_begin_again() -> None:
     model = nn.Linear(4, 4)
     require_first_values(model, spec(1))

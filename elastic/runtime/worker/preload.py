@@ -57,8 +57,8 @@ def preload(engine: str, snapshots: bool) -> EngineKind:
 def use_huge_pages(kernel: Path = _HUGE_PAGES_OF_KERNEL) -> None:
     """Where the kernel gives them to who asks; torch reads its variable once, when it makes its first tensor.
 
-    Masters, moments and flat buffers are new memory in every generation, and the kernel takes four times as long for
-    it in small pages. A job that has set the variable keeps its value.
+    Masters, moments and flat buffers are new memory in every generation, for which the kernel takes several times as
+    long in small pages. A job that has set the variable keeps its value.
     """
     with contextlib.suppress(OSError):
         if "[madvise]" in kernel.read_text():

@@ -6,7 +6,9 @@ when the function is called again, with the steps of a generation that was lost 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +18,9 @@ from torch import nn
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.engines.model.plain_names import named_parameters
+from elastic.engines.model.plain_names import named_modules, named_parameters
 
-# An update changes nearly all elements of a tensor.
+# Of each tensor; an update changes nearly all of a parameter's elements.
 _SAMPLED = 1024
 
 
@@ -37,7 +39,8 @@ def require_first_values(model: Any, spec: GenerationSpec) -> None:
     this process. Not collective."""
     if spec.checkpoint is not None or not isinstance(model, nn.Module):
         return
-    before, now = _first.get(model), {name: _sampled(parameter) for name, parameter in named_parameters(model)}
+    named = chain(named_parameters(model), _saved_buffers(model))
+    before, now = _first.get(model), {name: _sampled(tensor) for name, tensor in named}
     if before is None or before.run_id != spec.run_id or before.generation >= spec.generation:
         _first[model] = _First(spec.run_id, spec.generation, now)
         return
@@ -50,10 +53,18 @@ def require_first_values(model: Any, spec: GenerationSpec) -> None:
         )
 
 
-def _sampled(parameter: torch.Tensor) -> str:
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes change them, too (batch norm). Others are caches."""
+    for above, module in named_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{above}.{name}".removeprefix("."), buffer
+
+
+def _sampled(tensor: torch.Tensor) -> str:
     """Of some of its elements; a word where it has none of its own."""
-    values = parameter.detach()
-    if type(values) is not torch.Tensor or values.is_meta:
+    values = tensor.detach()
+    if type(values) is not torch.Tensor or values.is_meta or values.layout is not torch.strided:
         return type(values).__name__
     flat = values.reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLED)].to("cpu", copy=True).contiguous()
