@@ -126,7 +126,7 @@ def boxes_transposed() -> Iterator[None]:
 @contextmanager
 def slices_of_nearly_even_widths() -> Iterator[None]:
     """Whole heads are not looked at: of four heads the first of three ranks has two."""
-    from elastic.engines.deepspeed import cuts
+    from elastic.engines.deepspeed.layers import cuts
 
     original = cuts.cut_of
 

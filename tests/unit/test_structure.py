@@ -99,6 +99,41 @@ def test_no_import_circles() -> None:
     assert circles(graph) == []
 
 
+@cache
+def names(file: Path) -> set[str]:
+    """What a module binds at its top or within an `if` or `try` there."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = list(tree(file).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        else:
+            waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def test_what_tests_import_is_there() -> None:
+    """Imports within functions too: a slow test would show only when it runs that a module has moved."""
+    known = modules()
+    missing = []
+    for folder in ("tests", "benchmarks", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(tree(file)):
+                if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] not in HOMES:
+                    continue
+                home = known.get(node.module or "")
+                there = names(home) | {"__version__"} if home else set()
+                for alias in node.names:
+                    if alias.name not in there and f"{node.module}.{alias.name}" not in known:
+                        missing.append(f"{file.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}")
+    assert missing == []
+
+
 @pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
 def test_folders_can_be_walked(home: Path) -> None:
     folders = {file.parent for file in home.rglob("*.py")}
