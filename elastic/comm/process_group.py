@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -137,6 +138,13 @@ class ProcessGroup:
     def know(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """These are made anew in each generation, and are not the script's to lose."""
         self._known.update(groups)
+
+    @contextmanager
+    def knowing(self) -> Iterator[None]:
+        """What groups are made within it, these are."""
+        before = list(_groups())
+        yield
+        self.know(group for group in _groups() if group not in before)
 
     def taken(self) -> None:
         """The script keeps what ends with the generation."""

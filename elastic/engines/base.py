@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -314,13 +315,18 @@ class EngineKind(GroupHooks, Protocol):
         ...
 
     def answer_user_calls(
-        self, initialize: Callable[..., Any] | None, run_id: str, spec: Callable[[], GenerationSpec]
+        self,
+        initialize: Callable[..., Any] | None,
+        run_id: str,
+        spec: Callable[[], GenerationSpec],
+        engines_own: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Until it is called with None: user code that calls the engine's library itself, to build an engine, gets
         `initialize` instead, or a UsageError; it must not train outside of the platform.
 
         `spec()` is the generation's. Before there is one it waits for it, groups included: where the library would
-        answer that nothing is initialized, it is called first."""
+        answer that nothing is initialized, it is called first. `engines_own()` is around collectives that all ranks
+        make, those too whose function is in its loop."""
         ...
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:

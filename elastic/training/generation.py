@@ -6,7 +6,7 @@ Only the runner, `elastic.initialize` and `local` see it; everything below them 
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -66,7 +66,7 @@ class Generation:
         spec = self.scope.spec
         if spec.reports_memory:
             memory_use.begin(self.scope.device)
-        self.kind.answer_user_calls(public_initialize, spec.run_id, lambda: spec)
+        self.kind.answer_user_calls(public_initialize, spec.run_id, lambda: spec, self._engines_own)
         self.closing.callback(self.kind.answer_user_calls, None, spec.run_id, lambda: spec)
         if not self.scope.coordinator.keeps_nothing:
             foreign_loops.refuse(self.kind.name)
@@ -75,6 +75,9 @@ class Generation:
             self.closing.callback(group_calls.release)
             accelerate_calls.joined(spec.rank, spec.world_size, lambda: self.engine)
             self.closing.callback(accelerate_calls.left)
+
+    def _engines_own(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.in_loop is None else self.in_loop.engines_own()
 
     @property
     def has_engine(self) -> bool:

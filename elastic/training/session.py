@@ -7,6 +7,7 @@ worker can be run and debugged without Ray.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -125,6 +126,10 @@ class InLoop(Protocol):
 
     def rank_asked(self) -> None:
         """The function is told its rank before its first batch."""
+        ...
+
+    def engines_own(self) -> AbstractContextManager[None]:
+        """Around what the engine makes with all ranks in the function's set-up, those too that are in their loop."""
         ...
 
     def initializing(self) -> None:

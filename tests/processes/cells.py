@@ -207,6 +207,14 @@ def assert_every_sample_once(run: Run) -> None:
     assert all(math.isfinite(loss) for loss in run.losses.values())
 
 
+def assert_means(outcome: Outcome, one: Run, allowed: float = 1e-5) -> None:
+    """What a rank's function has seen of the losses are those of the global batch, up to the last step."""
+    steps: Mapping[int, float] = outcome.told["steps"]
+    assert max(steps) == LAST_STEP
+    for step, loss in steps.items():
+        assert abs(loss - float(one.losses[f"loss {step}"])) <= allowed, step
+
+
 # -- in the member's process -------------------------------------------------------------------------------------
 
 

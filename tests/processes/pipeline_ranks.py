@@ -35,7 +35,7 @@ def make_engine(method: str, rank: int, world_size: int, pp: int) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     from elastic.core.mesh import Mesh
-    from elastic.engines.deepspeed.pipeline.module import placed
+    from elastic.engines.deepspeed.pipeline.placed import placed
 
     deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
     between = [LayerSpec(torch.nn.Linear, WIDTH, rows, bias=False) for rows in ROWS[1:-1]]
@@ -89,8 +89,49 @@ def check_rank(method: str, rank: int, world_size: int, pp: int) -> None:
     assert expected is not None
     assert not {chunk.name for chunk in without(expected, state.elsewhere).chunks} & state.elsewhere
     check_held(state, method, rank, mesh, parts)
+    model = engine.module
     engine.destroy()
+    check_placed_again(model)
     torch.distributed.destroy_process_group()
+
+
+def check_placed_again(model: Any) -> None:
+    """In other places the model has the layers that DeepSpeed gives them: the same objects where it has had them
+    before, and what it has not takes no memory."""
+    import torch
+
+    from elastic.core.mesh import Mesh
+    from elastic.engines.deepspeed.pipeline.placed import is_released, place_again, release
+    from elastic.engines.model.placeholders import is_placeholder
+
+    def layers() -> dict[str, Any]:
+        return {name_of(n): model.get_parameter(name_of(n)) for n in range(model._local_start, model._local_stop)}
+
+    known, hook = layers(), lambda *_: None
+    model.register_forward_hook(hook)
+    model.of_the_script = 1
+    model.eval()
+    for rank, world_size, pp in ((1, 2, 2), (0, 3, 3), (2, 6, 3), (0, 1, 1), (0, 2, 2)):
+        release(model)
+        assert is_released(model)
+        torch.distributed.destroy_process_group()
+        deepspeed_ranks.join_fake(rank, world_size)
+        torch.manual_seed(rank)
+        drawn = torch.initial_seed(), torch.get_rng_state().tolist()
+        place_again(model, Mesh.of(world_size, pp=pp))
+        assert not is_released(model)
+        assert (torch.initial_seed(), torch.get_rng_state().tolist()) == drawn
+        own = range(*model.parts[Mesh.of(world_size, pp=pp).stage(rank) :][:2])
+        here = layers()
+        assert set(here) == {name_of(n) for n in own}
+        assert {name for name, _ in model.named_parameters()} == set(here)
+        assert all(known.setdefault(name, layer) is layer for name, layer in here.items())
+        for name, layer in known.items():
+            assert layer.shape[1] == WIDTH
+            assert is_placeholder(layer) == (name not in here)
+        assert hook in model._forward_hooks.values()
+        assert (model.of_the_script, model.training) == (1, False)
+    assert len(known) == len(ROWS) - 1
 
 
 def check_held(state: Any, method: str, rank: int, mesh: Any, parts: list[int]) -> None:

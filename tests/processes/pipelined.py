@@ -26,7 +26,11 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         model.scale = torch.nn.Parameter(torch.ones(()))
     if config.get("layers whole"):
         model = torch.nn.Sequential(*(spec.build() for spec in made))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.get("hooks"):
+        next(iter(model.children())).register_forward_hook(lambda *_: None)
+    trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.get("grouped"):
+        trained = [{"params": trained[:1], "weight_decay": 0.0}, {"params": trained[1:]}]
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=texts(config.get("size", 37), crew.indices),
@@ -71,18 +75,32 @@ def drift(engine: Any, config: dict[str, Any]) -> None:
 
 
 def train(config: dict[str, Any]) -> None:
+    cells.begun()
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
     crew.told["initial"] = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
     crew.told["length"] = len(loader)
-    losses = []
+    model, losses, layers = engine.module, dict[int, float](), dict[str, Any]()
+    model.register_forward_pre_hook(lambda *_: crew.told.update(passes=crew.told.get("passes", 0) + 1))
+    abandoned = 0
     for _ in elastic.epochs():
         for batches in loader:
-            losses.append(float(engine.train_batch(batches)))
-            if config.get("drifts after") == elastic.get_context().step:
+            loss = float(engine.train_batch(batches))
+            context = elastic.get_context()
+            if context.abandoned:
+                abandoned += 1
+                continue
+            losses[context.step] = loss
+            assert engine.module is model
+            for name, layer in (*model.named_children(), *model.tied_modules.named_children()):
+                assert name == "tied_modules" or layers.setdefault(name, layer) is layer, "they come back"
+            if config.get("drifts after") == context.step:
                 drift(engine, config)
     cells.told(
-        losses=losses,
+        losses=list(losses.values()),
+        steps=losses,
+        abandoned=abandoned,
+        held=sorted(layers),
         evaluated=float(engine.eval_batch(iter([content(range(2)), content(range(2, 4))]), num_micro_batches=2)),
         weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
     )

@@ -73,7 +73,6 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         pipeline=None if config.get("no pipeline") else pipeline,
         **options,
     )
-    crew.told["names"] = [name for name, _ in engine.module.named_parameters()]
     return engine, loader
 
 
@@ -87,18 +86,26 @@ def tp_plan(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(config: dict[str, Any]) -> None:
+    cells.begun()
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
     crew.told["length"] = len(loader)
-    losses = []
+    losses: dict[int, float] = {}
+    abandoned = 0
     for _ in elastic.epochs():
         for batches in loader:
-            losses.append(float(engine.train_batch(batches)))
-            compiled.count()
+            loss = float(engine.train_batch(batches))
             context = elastic.get_context()
+            if context.abandoned:
+                assert loss == 0.0
+                abandoned += 1
+                continue
+            losses[context.step] = loss
+            crew.told["names"] = [name for name, _ in engine.module.named_parameters()]
+            compiled.count()
             if config.get("drifts after") == context.step and context.rank in config["drift"]:
                 drift(engine, config["drifts"])
     count = 2 + (elastic.get_context().coordinates["dp"] if config.get("evaluates unevenly") else 0)
     contents = [content(range(2 * number, 2 * number + 2)) for number in range(count)]
     evaluated = engine.eval_batch(iter(contents), num_micro_batches=count)
-    cells.told(losses=losses, evaluated=float(evaluated))
+    cells.told(losses=list(losses.values()), steps=losses, evaluated=float(evaluated), abandoned=abandoned)

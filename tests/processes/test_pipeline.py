@@ -11,7 +11,7 @@ from typing import Any
 import cells
 import pytest
 import torch
-from cells import AT, BATCH, LAST_STEP, WHOLE, Run, assert_every_sample_once
+from cells import AT, BATCH, LAST_STEP, WHOLE, Run, assert_every_sample_once, assert_means
 from crew import Crew
 from pipeline_model import layers, loss_of, whole
 from pipelined import content
@@ -50,20 +50,22 @@ CASES = [
 @pytest.mark.parametrize("config", CASES)
 def test_a_run_in_stages_equals_one_rank_with_all_layers(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
     one = through(crew, tmp_path / "one", config, WHOLE)
-    moved = through(crew, tmp_path / "moved", config, MOVED, pp=2)
+    moved = through(crew, tmp_path / "moved", {**config, "in_loop": True}, MOVED, pp=2)
+    assert cells.left(crew) <= {cells.STOOD_BY}
+    assert [last.told["calls"] for last in moved.outcomes[-2:]] == [1, 1], "of the ranks that were always there"
     assert _distance(one.losses, moved.losses) <= ALLOWED
     assert _distance(one.state(), moved.state()) <= ALLOWED
     assert_every_sample_once(moved)
     (outcome,) = one.outcomes
-    means = {step: float(loss) for step, loss in enumerate(one.losses.values(), 1)}
-    assert outcome.told["losses"] == pytest.approx(list(means.values()), abs=ALLOWED), "of the global batch"
+    assert len(outcome.told["losses"]) == LAST_STEP
+    assert_means(outcome, one)
     norms = {report.step: report.grad_norm for report in outcome.reports}
     for other in moved.outcomes:
         for report in other.reports:
             assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "of all stages, tied weights once"
     for rank, last in enumerate(moved.outcomes[-4:]):
         assert last.told["coordinates"] == {"dp": rank // 2, "sp": 0, "tp": 0, "ep": 0, "pp": rank % 2}
-        assert last.told["losses"] == pytest.approx([means[step] for step in (6, 7, 8)], abs=ALLOWED)
+        assert_means(last, one)
         assert last.told["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
 
 
@@ -136,14 +138,39 @@ def test_a_stage_that_waits_for_a_dead_one_is_released_and_the_run_continues(cre
 
     shrunk = crew.run([3, 0], "pipelined.train", config, checkpoint=store.list()[0].id, end_at=AT + 2, **more)
     _assert_ended(shrunk, "ended", AT + 2)
-    assert any(point.startswith("left: ") for point in crew.members[0].points), "the function is called again"
     grown = crew.run([0, 1, 2, 3], "pipelined.train", config, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
+    assert cells.left(crew) == set()
+    for number in (0, 2, 3):
+        assert (grown[number].told["calls"], grown[number].told["abandoned"]) == (1, 1)
 
     moved = Run(tmp_path / "moved", [shrunk, grown])
     one = through(crew, tmp_path / "one", {"stage": 1, "tied": True}, WHOLE)
     assert _distance(one.after(AT), moved.losses) <= ALLOWED
     assert _distance(one.state(), moved.state()) <= ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"hooks": True}, "it has changed layers after its PipelineModule had built them"),
+        ({"grouped": True}, "it has given groups of parameters"),
+    ],
+)
+def test_what_nobody_would_do_with_other_layers_is_a_reason_to_be_called_again(
+    crew: Crew, tmp_path: Path, config: dict[str, Any], why: str
+) -> None:
+    config = {"stage": 1, "in_loop": True, "schedule": False, **config}
+    still = through(crew, tmp_path / "still", {**config, "in_loop": False}, [((0, 1), None)], pp=2)
+    more: dict[str, Any] = {**MORE, "pp": 2, "anomalies": STOP}
+    config["url"] = str(tmp_path / "moved")
+    generations = [crew.run((0, 1), "pipelined.train", config, end_at=3, **more)]
+    assert all(any(why in point for point in member.points) for member in crew.members[:2])
+    newest = CheckpointStore(config["url"], "run").list()[0].id
+    generations.append(crew.run((1, 0), "pipelined.train", config, checkpoint=newest, **more))
+    moved = Run(tmp_path / "moved", generations)
+    assert _distance(still.losses, moved.losses) <= ALLOWED
+    assert _distance(still.state(), moved.state()) <= ALLOWED
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import AT, LAST_STEP, WHOLE, Run, assert_every_sample_once
+from cells import AT, LAST_STEP, WHOLE, Run, assert_every_sample_once, assert_means
 from crew import Crew
 from test_fsdp2_pipeline import ALLOWED, FSDP2, LOOPED, MORE, STOP, through, through_stages
 from test_oracle import _assert_ended, _distance
@@ -29,10 +29,8 @@ def assert_equal(one: Run, moved: Run) -> None:
     for other in moved.outcomes:
         for report in other.reports:
             assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "tied weights once"
-    means = list(map(float, one.losses.values()))
-    last = moved.outcomes[-1].told
-    assert last["losses"] == pytest.approx(means[-len(last["losses"]) :], abs=ALLOWED), "of the global batch"
-    assert last["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
+    assert_means(moved.outcomes[-1], one)
+    assert moved.outcomes[-1].told["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from elastic.engines.deepspeed.layers import tensor_parallel
 from elastic.engines.deepspeed.layers.cuts import noting_cuts
 from elastic.engines.deepspeed.operators import build_ahead, forget_powers
 from elastic.engines.deepspeed.pipeline import config as pipeline
+from elastic.engines.deepspeed.pipeline import placed
 from elastic.engines.deepspeed.pipeline.adapter import PipelineAdapter
 from elastic.engines.deepspeed.pipeline.module import is_pipeline, require_carriable
 from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
@@ -77,14 +78,23 @@ class DeepSpeed:
         teardown.destroy_groups()
 
     def answer_user_calls(
-        self, initialize: Callable[..., Any] | None, run_id: str, spec: Callable[[], GenerationSpec]
+        self,
+        initialize: Callable[..., Any] | None,
+        run_id: str,
+        spec: Callable[[], GenerationSpec],
+        engines_own: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         if initialize is None:
             user_calls.answer(None, None)
         else:
             monitors.name_run(run_id)
             user_calls.await_group(spec)
-            user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec()).native), lambda: spec().mesh)
+            user_calls.answer(
+                initialize,
+                lambda config: dict(self.resolve(config, spec()).native),
+                lambda: spec().mesh,
+                engines_own,
+            )
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config
@@ -112,10 +122,14 @@ class DeepSpeed:
         layer_group: dist.ProcessGroup | None = None,
     ) -> tuple[DeepSpeedAdapter, Any, Any]:
         """AutoTP makes the group of `layer_group`'s ranks itself."""
+        if placed.is_released(objects.model):
+            placed.place_again(objects.model, user_calls.mesh())
         _refuse(resolved, objects)
         config = native_experts.configured(objects.model, resolved.native)
         form = _Form.of(objects.model, resolved.native, config)
         form.require(resolved, objects)
+        if form.staged:
+            objects = placed.of_stage(objects.model, objects)
         belongings = Belongings(objects.model, objects.optimizer, resolved.shares_change)
         try:
             with belongings.keeping_objects():
@@ -123,6 +137,8 @@ class DeepSpeed:
         except BaseException as error:
             # A peer was lost, say: the next generation builds on the same model.
             belongings.failed()
+            if form.staged:
+                placed.release(objects.model)
             teardown.clear_stage3_globals()
             if refusal := form.refusal(error):
                 raise UsageError(refusal) from error

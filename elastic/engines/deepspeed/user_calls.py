@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.deepspeed.experts import native
-from elastic.engines.deepspeed.pipeline import module as pipeline
+from elastic.engines.deepspeed.pipeline import placed as pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _initialize: Callable[..., Any] | None = None
 _resolve: Callable[[Any], Any] | None = None
 _mesh: Callable[[], Mesh] | None = None
+_engines_own: Callable[[], AbstractContextManager[None]] = nullcontext
 _building = False
 
 
@@ -34,15 +35,22 @@ def answer(
     initialize: Callable[..., Any] | None,
     resolve: Callable[[Any], Any] | None,
     mesh: Callable[[], Mesh] | None = None,
+    engines_own: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """From now on `deepspeed.initialize` is `initialize`, zero.Init's configuration goes through `resolve`, and a
-    PipelineModule or a MoE layer is built for `mesh()`.
+    PipelineModule or a MoE layer is built for `mesh()`, within `engines_own()`.
 
     None for all: DeepSpeed's own again.
     """
-    global _initialize, _resolve, _mesh
+    global _initialize, _resolve, _mesh, _engines_own
     _install()
-    _initialize, _resolve, _mesh = initialize, resolve, mesh
+    _initialize, _resolve, _mesh, _engines_own = initialize, resolve, mesh, engines_own
+
+
+def mesh() -> Mesh:
+    """Of the present generation."""
+    assert _mesh is not None
+    return _mesh()
 
 
 class _AwaitedGroup:
@@ -163,7 +171,10 @@ def _placed(original: Callable[..., None], placed: Callable[..., None]) -> Calla
         if _mesh is None:
             original(self, *args, **kwargs)
         else:
-            placed(original, self, args, kwargs, _mesh())
+            # It may wait for the generation first.
+            found = _mesh()
+            with _engines_own():
+                placed(original, self, args, kwargs, found)
 
     return init
 

@@ -8,6 +8,7 @@ module is undone here (torch/distributed/fsdp/_fully_shard/_fully_shard.py, _fsd
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -26,7 +27,8 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 # Sharded parameters by name, of models that belong to no process group at present.
 _released: WeakKeyDictionary[nn.Module, Mapping[str, DTensor]] = WeakKeyDictionary()
-
+# Of others: those of layers that the rank has had and has no more.
+_elsewhere: WeakKeyDictionary[nn.Module, Mapping[str, DTensor]] = WeakKeyDictionary()
 
 # Models whose `generate` gathers what the root has.
 _generating: WeakSet[nn.Module] = WeakSet()
@@ -92,13 +94,26 @@ def release(model: nn.Module) -> None:
         held: Any = tensor
         held.grad = held._spec = None
         held._local_tensor = torch.empty(0, dtype=tensor._local_tensor.dtype)
-    _released[model] = sharded
+    # Where building has failed, what it had not come to is there still.
+    _released[model] = {**_elsewhere.pop(model, {}), **sharded, **_released.get(model, {})}
+
+
+@contextmanager
+def released_if_it_fails(model: nn.Module) -> Iterator[None]:
+    """Around what shards a model: one that was released is so again where a peer is lost meanwhile, or this fails."""
+    again = is_released(model)
+    try:
+        yield
+    except BaseException:
+        if again:
+            release(model)
+        raise
 
 
 def adopt(model: nn.Module, device: torch.device) -> None:
     """After `fully_shard` of a model on the meta device: its shards have memory but no values. A released model has the
-    sharded parameters of before, in the place of the new ones. `device`: where the shards lie."""
-    before = _released.pop(model, None)
+    sharded parameters of before, in the place of the new ones, as far as it had them. `device`: where shards lie."""
+    before = dict(_released.pop(model, {}))
     names = {id(tensor): name for name, tensor in named_parameters(model)}
     for made in (each for group in parameter_groups(model) for each in group.fsdp_params):
         new = made.sharded_param
@@ -106,14 +121,15 @@ def adopt(model: nn.Module, device: torch.device) -> None:
             made.padded_sharded_param_size, dtype=new.dtype, device=device, pin_memory=bool(made.pin_memory)
         )
         local = padded.narrow(0, 0, new._local_tensor.shape[0])
-        if before is None:
-            kept: Any = nn.Parameter(made.to_sharded_dtensor(local), requires_grad=new.requires_grad)
+        kept: Any = before.pop(names[id(new)], None)
+        if kept is None:
+            kept = nn.Parameter(made.to_sharded_dtensor(local), requires_grad=new.requires_grad)
         else:
-            kept = before[names[id(new)]]
             kept._local_tensor, kept._spec = local, new._spec
         made._sharded_param_data = padded.view(-1)
         made.sharded_param = kept
         made._setattr_on_modules(kept)
+    _elsewhere[model] = before
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, product
 from typing import Any
@@ -19,14 +20,14 @@ from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
-from elastic.engines.fsdp2.belongings import Belongings
+from elastic.engines.fsdp2.belongings import Belongings, is_released, released_if_it_fails
 from elastic.engines.fsdp2.config import read_options, refuse_copies, resolve
 from elastic.engines.fsdp2.meshes import forget_meshes
 from elastic.engines.fsdp2.pipeline.adapter import PipelineAdapter, PipelineEngine
-from elastic.engines.fsdp2.pipeline.layers import read_layers
+from elastic.engines.fsdp2.pipeline.layers import Cut, put_back, read_layers
 from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import repoint, shard_model
-from elastic.engines.fsdp2.tensor_parallel import Plan, is_known, read_plan, require_even
+from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_even
 from elastic.engines.model.expert_layers import require_shareable
 from elastic.engines.model.plain_names import named_parameters
 
@@ -69,7 +70,11 @@ class Fsdp2:
         dist.destroy_process_group()
 
     def answer_user_calls(
-        self, initialize: Callable[..., Any] | None, run_id: str, spec: Callable[[], GenerationSpec]
+        self,
+        initialize: Callable[..., Any] | None,
+        run_id: str,
+        spec: Callable[[], GenerationSpec],
+        engines_own: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         return None
 
@@ -92,55 +97,43 @@ class Fsdp2:
         objects: UserObjects,
         layer_group: dist.ProcessGroup | None = None,
     ) -> tuple[Fsdp2Adapter, Any, Any]:
-        model, lr_scheduler = objects.model, objects.lr_scheduler
-        plan, mesh = None, resolved.native.get(_MESH)
+        model, plan, mesh = objects.model, None, resolved.native.get(_MESH)
+        if is_released(model):
+            put_back(model)
         sizes = (1 if layer_group is None else layer_group.size(), *resolved.tp_sizes)
         ep = (1 if mesh is None else mesh.ep, *resolved.ep_sizes)
         layers = require_shareable(model, ep, sizes) if max(ep) > 1 else {}
         if max(sizes) > 1 or objects.tp_plan is not None:
             plan = read_plan(objects.tp_plan, model, *sizes, experts=layers)
-        if objects.pipeline is not None:
-            return _pipeline(resolved, nonfinite, device, objects, plan, layer_group, layers)
-        given = isinstance(model, FSDPModule)
+        given, pipeline = isinstance(model, FSDPModule), objects.pipeline
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
-        meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, mesh, layers)
+        cut: Cut | None = None
+        with released_if_it_fails(model):
+            if pipeline is None:
+                meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, mesh, layers)
+            else:
+                names = read_layers(pipeline, model)
+                assert mesh is not None
+                meshes, cut, tied = shard_stage(
+                    model, pipeline, names, resolved.native, device, resolved.begins, mesh, plan, layer_group, layers
+                )
         require_even(model, resolved.tp_sizes)
-        after = dict(named_parameters(model))
-        base = _optimizer(objects, resolved, before, after)
+        base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
         _empty(objects.model_parameters, before)
         belongings: Belongings | str = Belongings(model, base)
         if given:
             belongings = "the script has called fully_shard itself, which binds its parameters to one world size"
         elif layer_group is not None and plan is not None and not is_known(plan):
             belongings = "tp_plan has styles besides torch's own: what they do to a model cannot be undone"
-        scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
-        native = Fsdp2Engine(model, base, scheduler, resolved, device)
+        made = objects.lr_scheduler
+        scheduler = made(base) if callable(made) else made
         withhold = nonfinite == "skip"
-        return Fsdp2Adapter(native, meshes, device, resolved, withhold, belongings), base, scheduler
-
-
-def _pipeline(
-    resolved: ResolvedConfig,
-    nonfinite: Nonfinite | None,
-    device: torch.device,
-    objects: UserObjects,
-    plan: Plan | None,
-    layer_group: dist.ProcessGroup | None,
-    experts: Mapping[str, Any],
-) -> tuple[Fsdp2Adapter, Any, Any]:
-    model, lr_scheduler, pipeline = objects.model, objects.lr_scheduler, objects.pipeline
-    names, options = read_layers(pipeline, model), resolved.native
-    before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
-    meshes, found = shard_stage(
-        model, pipeline, names, options, device, resolved.begins, options[_MESH], plan, layer_group, experts
-    )
-    require_even(model, resolved.tp_sizes)
-    base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
-    _empty(objects.model_parameters, before)
-    scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
-    native = PipelineEngine(model, base, scheduler, resolved, device)
-    adapter = PipelineAdapter(native, meshes, device, resolved, nonfinite == "skip", found, pipeline.loss_fn)
-    return adapter, base, scheduler
+        if cut is None:
+            native = Fsdp2Engine(model, base, scheduler, resolved, device)
+            return Fsdp2Adapter(native, meshes, device, resolved, withhold, belongings), base, scheduler
+        native = PipelineEngine(model, base, scheduler, resolved, device)
+        adapter = PipelineAdapter(native, meshes, device, resolved, withhold, belongings, cut, tied, pipeline.loss_fn)
+        return adapter, base, scheduler
 
 
 def _optimizer(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,10 @@ from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, Meshes, make_meshes
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
 from elastic.engines.model.plain_names import named_parameters, plain
+
+# Of each optimizer: the names that the model's parameters had, and of those that it was given in each group, the names,
+# those of other stages included.
+_first_groups: WeakKeyDictionary[torch.optim.Optimizer, tuple[Mapping[int, str], list[list[str]]]] = WeakKeyDictionary()
 
 
 def shard_model(
@@ -57,20 +63,11 @@ def shard_model(
                 "to elastic.initialize"
             )
         return Meshes(_mesh_of(model))
-    again = is_released(model)
-    absent = not again and deferred.is_deferred(model)
-    if absent:
+    if not is_released(model):
         require_shardable(model)
-        deferred.begin(model, device)
-    elif not again:
-        prepare(model, None if options["cpu_offload"] else device)
-    # Of rank 0, whose buffers have values later then.
-    late = torch.tensor([float(absent)], device=device)
-    broadcast([late], device)
-    if not late:
-        # Before anything is sharded: where a peer is lost in it, the model can be given back once more.
-        broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
-    received = [buffer.clone() for buffer in model.buffers()]
+    if not options["cpu_offload"]:
+        move(model, device)
+    first = FirstValues(model, device, begins)
     layers = layers or {}
     meshes = make_meshes(device, cell, None, options["shard_workers"], grid if layers else None)
     if meshes.tp is not None:
@@ -78,16 +75,46 @@ def shard_model(
         apply(plan, model, meshes.tp)
     share(layers, meshes)
     shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
-    if again or absent:
-        adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
-    if absent:
-        deferred.give_values(model, meshes, device, begins)
-    if late:
-        broadcast(model.buffers(), device)
-    elif absent:
-        for buffer, value in zip(model.buffers(), received, strict=True):
-            buffer.data.copy_(value)
+    first.give(meshes, torch.device("cpu") if options["cpu_offload"] else device)
     return meshes
+
+
+class FirstValues:
+    """What a whole model has before a restore, or begins with: rank 0's buffers and, where the run `begins`, its
+    parameters. Collective, and so is `give`.
+
+    One that was sharded before has no values still; one on the meta device is given them by its `init_weights`. Ranks
+    may differ in that. Raises UsageError for a model that cannot be sharded, naming the parameter.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, begins: bool) -> None:
+        self._model, self._device, self._begins = model, device, begins
+        again = is_released(model)
+        self._absent = not again and deferred.is_deferred(model)
+        self._adopts = again or self._absent
+        if self._absent:
+            deferred.begin(model, device)
+        # Of rank 0, whose buffers have values later then.
+        late = torch.tensor([float(self._absent)], device=device)
+        broadcast([late], device)
+        self._late = bool(late)
+        if not self._late:
+            # Before anything is sharded: where a peer is lost in it, the model can be given back once more.
+            broadcast([*(model.parameters() if begins and not self._adopts else ()), *model.buffers()], device)
+        self._received = [buffer.clone() for buffer in model.buffers()] if self._absent else []
+
+    def give(self, meshes: Meshes, memory: torch.device, others: deferred.Others | None = None) -> None:
+        """To the model, which is sharded; its shards lie in `memory`. `others`: layers that the rank does not have."""
+        if self._adopts:
+            adopt(self._model, memory)
+        if self._absent:
+            deferred.give_values(self._model, meshes, self._device, self._begins, others)
+        with nullcontext() if others is None else others.present():
+            if self._late:
+                broadcast(self._model.buffers(), self._device)
+            elif self._absent:
+                for buffer, value in zip(self._model.buffers(), self._received, strict=True):
+                    buffer.data.copy_(value)
 
 
 def shard_units(
@@ -147,14 +174,10 @@ def _policies(options: Mapping[str, Any], device: torch.device) -> tuple[MixedPr
     return types, CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["cpu_offload"] else OffloadPolicy()
 
 
-def prepare(model: torch.nn.Module, device: torch.device | None) -> None:
-    """Move the model to `device`, unless that is None. Raises UsageError for what cannot be sharded, by name."""
-    for name, parameter in named_parameters(model):
-        if parameter.is_meta:
-            raise UsageError(f"parameter {name!r} is on the meta device; build the model on the CPU or its device")
-    require_shardable(model)
-    if device is not None:
-        model.to(device)
+def move(model: torch.nn.Module, device: torch.device) -> None:
+    """What has values, as `Module.to` does it."""
+    moves: Any = model
+    moves._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def require_shardable(model: torch.nn.Module) -> None:
@@ -221,22 +244,28 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def repoint(optimizer: torch.optim.Optimizer, old: Mapping[int, str], new: Mapping[str, torch.nn.Parameter]) -> None:
     """Give an optimizer that was made before the sharding the sharded parameters; its groups stay the same dicts.
 
-    `old`: id of each parameter that the model had -> its name. Parameters that have become another stage's are left
-    out. Raises UsageError for an optimizer that has begun, and for parameters that are not the model's.
+    `old`: id of each parameter that the model had -> its name; of one model always the same object. Other stages'
+    parameters are left out; where the rank has them in another generation they are in their groups again. Raises
+    UsageError for an optimizer that has begun, and for parameters that are not the model's.
     """
     if any(optimizer.state.values()):
         raise UsageError("the optimizer has made steps already; pass it to elastic.initialize before its first one")
-    held = {id(parameter) for parameter in new.values()}
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) in held:
-                continue
-            if id(parameter) not in old:
-                raise UsageError(
-                    f"the optimizer's group {number} has a parameter at place {place} that the model does not have"
-                )
-            group["params"][place] = new.get(old[id(parameter)])
-        group["params"] = [parameter for parameter in group["params"] if parameter is not None]
+    of, names = _first_groups.get(optimizer, (None, []))
+    if of is not old:
+        sharded = {id(parameter): name for name, parameter in new.items()}
+        names = [
+            [_name(parameter, {**old, **sharded}, number, place) for place, parameter in enumerate(group["params"])]
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        _first_groups[optimizer] = old, names
+    for group, whole in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [new[name] for name in whole if name in new]
+
+
+def _name(parameter: torch.Tensor, names: Mapping[int, str], group: int, place: int) -> str:
+    if id(parameter) not in names:
+        raise UsageError(f"the optimizer's group {group} has a parameter at place {place} that the model does not have")
+    return names[id(parameter)]
 
 
 def _mesh_of(model: torch.nn.Module) -> DeviceMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from elastic.core.checkpoint.snapshots import is_snapshot, parse_snapshot_id
@@ -245,6 +246,9 @@ class FunctionCall:
 
     def rank_asked(self) -> None:
         self._set_up.rank_asked()
+
+    def engines_own(self) -> AbstractContextManager[None]:
+        return self._set_up.engines_own()
 
     def step_asked(self) -> None:
         self._own.by_step = True

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class SetUp:
     def __init__(self) -> None:
         # Packages whose code has been told this process's rank in a set-up, and may keep it.
         self.rank_known_to: set[str] = set()
-        # How many collectives of this process are in its recording.
+        # How many collectives of this process are in its recording, or its engine's.
         self.recorded = 0
         self.recording = Recording()
         self.is_open = False
@@ -246,6 +247,19 @@ class SetUp:
             self._behind.append(result)
             self._group.know([result])
         return self._handed(call, result)
+
+    @contextmanager
+    def engines_own(self) -> Iterator[None]:
+        """Collectives and groups in it are not the set-up's: those make them too that stay in their loop."""
+        assert self._group is not None
+        group, before, self._within = self._group, self._group.collectives(), True
+        try:
+            # What it asks for itself is no question of the function's.
+            with ahead.unheard(), group.knowing():
+                yield
+        finally:
+            self._within = False
+            self.recorded += group.collectives() - before
 
     def _refuse(self, why: str) -> None:
         """In the next generation all are called again: see `joined`."""

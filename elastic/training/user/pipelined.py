@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from elastic.core.data.micro_batches import MicroBatch, loss_scale
-from elastic.core.errors import RunOver, UsageError
+from elastic.core.errors import GenerationEnded, RunOver, UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.engines.base import MicroStep, Pipelined
 from elastic.training import rng
@@ -30,8 +30,17 @@ class PipelinedEngine(ElasticEngine):
         """One optimizer step: the mean loss over the global batch, the same on all ranks. Collective.
 
         `data_iter` is what the loader gives, all micro-batches of a step; or an iterator over the loader, of which the
-        next is taken; None: the loader itself. Ends the function by itself where the run is over."""
+        next is taken; None: the loader itself. Ends the function by itself where the run is over. Zero in a step that
+        is abandoned."""
         batches = data_iter if isinstance(data_iter, StepBatches) else self._next(data_iter)
+        try:
+            return self._train_batch(batches)
+        except (Exception, GenerationEnded) as error:
+            if not self._abandoned(error):
+                raise
+            return torch.zeros((), device=self._scope.device)
+
+    def _train_batch(self, batches: StepBatches) -> torch.Tensor:
         self._check("train_batch")
         self._scope.moved()
         progress = batches.progress

@@ -15,9 +15,8 @@ from elastic.core.errors import UsageError
 from elastic.engines.base import MicroStep, StepOutcome
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.belongings import Belongings
+from elastic.engines.deepspeed.pipeline import placed
 from elastic.engines.deepspeed.pipeline.module import LayerSeeds
-
-_OBSTACLE = "a pipeline's stages have other layers in another world, and its module is built for one"
 
 
 class PipelineAdapter(DeepSpeedAdapter):
@@ -77,7 +76,12 @@ class PipelineAdapter(DeepSpeedAdapter):
         raise _one_call("step")
 
     def obstacle(self) -> str | None:
-        return _OBSTACLE
+        return super().obstacle() or placed.obstacle(self.native.module)
+
+    def detach(self) -> None:
+        model = self.native.module
+        super().detach()
+        placed.release(model)
 
     def close(self) -> None:
         native = self.native

@@ -1,13 +1,11 @@
-"""A PipelineModule of the user's: its place in the mesh, its random streams, and what of it can be carried.
+"""A PipelineModule of the user's: its random streams, and what of it can be carried.
 
-`PipelineModule.__init__` is given the mesh: the number of stages, and a topology in which the stages of one pipeline
-are neighbouring ranks. Each layer is built from a random stream of its own, and each layer's forward pass draws from
+Each layer is built from a random stream of its own, and each layer's forward pass draws from
 one, so that neither initial weights nor dropout depend on the number of stages.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,7 +13,6 @@ import torch
 from torch import nn
 
 from elastic.core.errors import UsageError
-from elastic.core.mesh import Mesh
 from elastic.engines.deepspeed.refused import refuse_zero_init
 
 _HOMES = ("deepspeed.pipe", "deepspeed.runtime.pipe")
@@ -25,35 +22,6 @@ _BITS32 = (1 << 32) - 1
 def is_pipeline(model: Any) -> bool:
     """By the class's name, so that DeepSpeed need not be imported."""
     return any(each.__name__ == "PipelineModule" and each.__module__.startswith(_HOMES) for each in type(model).__mro__)
-
-
-def placed(original: Callable[..., None], self: Any, args: Any, kwargs: Any, mesh: Mesh) -> None:
-    """`PipelineModule.__init__` in the mesh of this generation. Raises UsageError where the user has said otherwise.
-
-    Collective."""
-    from deepspeed.runtime.pipe.topology import ProcessTopology
-
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
-    given = bound.arguments
-    if given.get("topology") is not None:
-        raise UsageError(
-            "PipelineModule was given a topology, which follows from the job's mesh: {pp: N}; leave it out"
-        )
-    stages = given.get("num_stages")
-    if stages not in (None, mesh.pp):
-        raise UsageError(
-            f"PipelineModule was given num_stages={stages}, and the job's mesh says pp: {mesh.pp}; leave num_stages "
-            'out, or give elastic.get_context().mesh["pp"]'
-        )
-    given["num_stages"], given["topology"] = None, ProcessTopology(["data", "pipe"], [mesh.dp, mesh.pp])
-    given["seed_fn"] = LayerSeeds(self, bool(given.get("seed_layers")), given.get("seed_fn"))
-    given["seed_layers"] = True
-    before = torch.get_rng_state()
-    try:
-        original(*bound.args, **bound.kwargs)
-    finally:
-        # What the script draws next does not depend on which layers were built here.
-        torch.set_rng_state(before)
 
 
 class LayerSeeds:
@@ -127,7 +95,7 @@ def tied_names(model: Any) -> tuple[str, ...]:
         return ()
     stages: dict[str, set[int]] = {}
     for number, spec in enumerate(model._layer_specs):
-        if _is_tied(spec):
+        if is_tied(spec):
             stages.setdefault(spec.key, set()).add(model.stage_owner(number))
     return tuple(
         f"tied_modules.{key}.{name}"
@@ -148,7 +116,7 @@ def layers_by_name(model: nn.Module) -> dict[str, tuple[int, ...]]:
         return {}
     tied: dict[str, list[int]] = {}
     for number, spec in enumerate(cast(Any, model)._layer_specs):
-        if _is_tied(spec):
+        if is_tied(spec):
             tied.setdefault(spec.key, []).append(number)
     return {
         name: tuple(tied[parts[1]]) if parts[0] == "tied_modules" else (int(parts[0]),)
@@ -162,10 +130,10 @@ def _of_a_layer(name: str) -> bool:
     return first.isdecimal() or first == "tied_modules"
 
 
-def _is_tied(spec: Any) -> bool:
+def is_tied(spec: Any) -> bool:
     return any(each.__name__ == "TiedLayerSpec" for each in type(spec).__mro__)
 
 
 def _tied_attributes(model: Any, key: str) -> list[str]:
-    found = next(spec.tied_weight_attr for spec in model._layer_specs if _is_tied(spec) and spec.key == key)
+    found = next(spec.tied_weight_attr for spec in model._layer_specs if is_tied(spec) and spec.key == key)
     return [found] if isinstance(found, str) else list(found)

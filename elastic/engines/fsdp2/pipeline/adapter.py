@@ -14,6 +14,7 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.engines.base import MicroStep, ResolvedConfig, StepOutcome
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
+from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.config import WEIGHTS_LATER
 from elastic.engines.fsdp2.gradients import shard_of
 from elastic.engines.fsdp2.meshes import Meshes, is_over_cell
@@ -21,11 +22,9 @@ from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, layers_by_name
 from elastic.engines.fsdp2.pipeline.passes import Pass
 from elastic.engines.fsdp2.pipeline.schedules import Schedules
 from elastic.engines.fsdp2.pipeline.stage import Stage
-from elastic.engines.fsdp2.pipeline.tied import TiedGradients
+from elastic.engines.fsdp2.pipeline.tied import Groups, TiedGradients
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.model.plain_names import named_parameters
-
-_OBSTACLE = "a pipeline's stages have other layers in another world, and its model is cut for one"
 
 
 class PipelineEngine(Fsdp2Engine):
@@ -51,18 +50,19 @@ class PipelineAdapter(Fsdp2Adapter):
         device: torch.device,
         resolved: ResolvedConfig,
         withhold: bool,
+        belongings: Belongings | str,
         cut: Cut,
+        tied: Groups,
         loss_fn: Callable[[Any, Any], Any],
     ) -> None:
-        super().__init__(native, meshes, device, resolved, withhold, _OBSTACLE)
+        super().__init__(native, meshes, device, resolved, withhold, belongings)
         assert meshes.pp is not None
         self.sums = "in a pipeline a rank has those of its layers"
         self._cut, self._loss_fn = cut, loss_fn
         self._chain: Any = Chain(self.module, cut)
         # Not by assignment to the class: the model is the user's.
         vars(self.module)["forward"] = self._chain
-        ranks = dist.get_process_group_ranks(meshes.pp)
-        self._tied = TiedGradients(self.module, cut, ranks, device, self._all_reduce)
+        self._tied = TiedGradients(self.module, cut, tied, device, self._all_reduce)
         name = resolved.native["pipeline_schedule"]
         self._stages = [
             Stage(self.module, stage, cut.holders, device, meshes.pp, self._enter, name in WEIGHTS_LATER)

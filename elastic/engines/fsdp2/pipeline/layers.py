@@ -1,7 +1,8 @@
 """A whole model's layers in their order, and what is left of the model on a rank that has some of them.
 
 Names stay those of the whole model: in the place of each layer of another stage there is an empty module, which has
-only what the layer shares with layers of this stage (tied parameters), under its first name.
+only what the layer shares with layers of this stage (tied parameters), under its first name. That module knows the
+layer, which has no values meanwhile: in another generation it may be this rank's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from elastic.core.errors import UsageError
@@ -20,9 +22,22 @@ from elastic.engines.model.plain_names import named_buffers, named_modules, name
 
 
 class Absent(nn.Module):
-    """In the place of a layer, or of a part of it, that another stage has."""
+    """In the place of a `layer`, or of a part of one (None), that another stage has."""
 
     elastic_absent = True
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        # In a tuple it is no part of this module.
+        self.elastic_layer: tuple[nn.Module, ...] = () if layer is None else (layer,)
+        # Parameters that it shares with this stage: the module that has one and the name there, and here.
+        self.elastic_shared: list[tuple[nn.Module, str, nn.Module, str]] = []
+
+    def train(self, mode: bool = True) -> Absent:
+        """The script's calls of the model's `train` and `eval` are for all layers."""
+        for layer in self.elastic_layer:
+            layer.train(mode)
+        return super().train(mode)
 
 
 @dataclass(frozen=True)
@@ -110,12 +125,29 @@ def cut(
 
 
 def prune(model: nn.Module, cut: Cut) -> None:
-    """Leave of the model what the rank's stages have, in place."""
+    """Leave of the model what the rank's stages have, in place. Other layers are on the meta device then."""
     own = {id(p) for number in cut.own for p in layer_of(model, cut.names[number]).parameters()}
+    without: dict[int, nn.Parameter] = {}
     for parent, leaf in places_of_others(model, cut):
         layer = parent._modules[leaf]
         assert layer is not None
         parent._modules[leaf] = _stand_in(layer, own)
+        for module in layer.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not parameter.is_meta:
+                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    module._parameters[name] = without.setdefault(id(parameter), empty)
+
+
+def put_back(model: nn.Module) -> None:
+    """Of a model that was cut and has no values: make it whole again."""
+    for parent in list(model.modules()):
+        stand_ins = {leaf: found for leaf, found in parent._modules.items() if isinstance(found, Absent)}
+        for leaf, found in stand_ins.items():
+            for module, name, holder, own in found.elastic_shared:
+                module._parameters[name] = holder._parameters[own]
+            for layer in found.elastic_layer:
+                parent._modules[leaf] = layer
 
 
 def places_of_others(model: nn.Module, cut: Cut) -> list[tuple[nn.Module, str]]:
@@ -213,7 +245,7 @@ def _said(said: Sequence[str], names: Sequence[str], stages: int) -> tuple[int, 
 
 
 def _stand_in(layer: nn.Module, own: set[int]) -> Absent:
-    found = Absent()
+    found, places = Absent(layer), dict(named_modules(layer))
     for name, parameter in named_parameters(layer, remove_duplicate=False):
         if id(parameter) in own:
             *path, leaf = name.split(".")
@@ -223,4 +255,5 @@ def _stand_in(layer: nn.Module, own: set[int]) -> Absent:
                     holder.add_module(part, Absent())
                 holder = holder.get_submodule(part)
             holder.register_parameter(leaf, parameter)
+            found.elastic_shared.append((places[".".join(path)], leaf, holder, leaf))
     return found

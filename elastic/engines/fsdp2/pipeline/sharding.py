@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2 import deferred
-from elastic.engines.fsdp2.belongings import adopt
+from elastic.engines.fsdp2.belongings import is_released
 from elastic.engines.fsdp2.config import BACK
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
 from elastic.engines.fsdp2.pipeline.layers import Cut, cut, places_of_others, prune
-from elastic.engines.fsdp2.pipeline.tied import require_alike
-from elastic.engines.fsdp2.sharding import broadcast, prepare, require_shardable, shard_units, units
+from elastic.engines.fsdp2.pipeline.tied import Groups, groups_of_tied, require_alike
+from elastic.engines.fsdp2.sharding import FirstValues, move, require_shardable, shard_units, units
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
 from elastic.engines.model.pipeline import Pipeline
 
@@ -34,33 +34,30 @@ def shard_stage(
     plan: Plan | None = None,
     cell: dist.ProcessGroup | None = None,
     experts: Mapping[str, torch.nn.Module] | None = None,
-) -> tuple[Meshes, Cut]:
+) -> tuple[Meshes, Cut, Groups]:
     """In place: what is left of the model are the layers of this rank's stages in `mesh`, cut as `plan` says over the
     ranks of `cell`, with DTensors over the ranks that have the same, or groups of them. `experts`: the layers of the
     whole model whose experts the ranks of a stage share, as `mesh` has them, here or in other generations. Collective:
     all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; so initial weights do not
-    depend on where stages are cut. One on the meta device is given values by its `init_weights`.
+    depend on where stages are cut. One on the meta device is given values by its `init_weights`. The groups are of
+    ranks that share parameters across stages.
 
     Raises UsageError for a model that cannot be cut or sharded, by name.
     """
     if isinstance(model, FSDPModule):
         raise UsageError("the script has called fully_shard itself, and a pipeline is cut before that: leave it out")
-    absent = deferred.is_deferred(model)
-    if absent:
+    back, each = options["pipeline_schedule"] in BACK, options["pipeline_stages_per_rank"]
+    found = cut(pipeline, names, model, mesh.pp, mesh.stage(dist.get_rank()), each, back)
+    if not is_released(model):
         require_shardable(model)
-        deferred.begin(model, device)
-    else:
-        prepare(model, None)
-    back = options["pipeline_schedule"] in BACK
-    found = cut(pipeline, names, model, mesh.pp, mesh.stage(dist.get_rank()), options["pipeline_stages_per_rank"], back)
     # Before it is on a device: the whole model need not fit there.
-    broadcast([*(model.parameters() if begins and not absent else ()), *model.buffers()], device)
+    first = FirstValues(model, device, begins)
     # Looked for in the whole model: a rank need not have all of them.
     units(model, options["shard"])
-    others = deferred.Others(model, places_of_others(model, found)) if absent else None
+    others = deferred.Others(model, places_of_others(model, found))
     prune(model, found)
-    if not options["cpu_offload"] and not absent:
-        model.to(device)
+    if not options["cpu_offload"]:
+        move(model, device)
     own = set(model.modules())
     layers = {name: layer for name, layer in (experts or {}).items() if layer in own}
     meshes = make_meshes(device, cell, mesh, options["shard_workers"], mesh if experts else None)
@@ -72,12 +69,9 @@ def shard_stage(
     share(layers, meshes)
     options = {**options, "shard": _present(model, options["shard"])}
     shard_units(model, options, meshes.sharded, device, list(layers.values()), meshes.experts)
-    if others is not None:
-        adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
-        deferred.give_values(model, meshes, device, begins, others)
-        with others.present():
-            broadcast(model.buffers(), device)
-    return meshes, found
+    first.give(meshes, torch.device("cpu") if options["cpu_offload"] else device, others)
+    assert meshes.pp is not None
+    return meshes, found, groups_of_tied(found, dist.get_process_group_ranks(meshes.pp))
 
 
 def _present(model: torch.nn.Module, classes: Sequence[str] | None) -> tuple[str, ...] | None:

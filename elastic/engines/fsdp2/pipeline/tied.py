@@ -20,6 +20,19 @@ from elastic.engines.model.plain_names import named_parameters
 _NOWHERE = -99
 
 
+# By the ranks of a pipeline that share a parameter.
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+def groups_of_tied(cut: Cut, pipeline: Sequence[int]) -> Groups:
+    """Of this rank. `pipeline`: the ranks of this one in their order. Collective over them."""
+    return {
+        sharing: dist.new_group([pipeline[rank] for rank in sharing], use_local_synchronization=True)
+        for sharing in sorted(set(cut.tied.values()))
+        if cut.rank in sharing
+    }
+
+
 class TiedGradients:
     """Of one rank. The ranks of a pipeline that share a parameter cut it alike, so that those with the same data
     coordinate hold the same rows of it."""
@@ -28,17 +41,11 @@ class TiedGradients:
         self,
         module: torch.nn.Module,
         cut: Cut,
-        pipeline: Sequence[int],
+        groups: Groups,
         device: torch.device,
         all_reduce: Callable[..., Any],
     ) -> None:
-        """`pipeline`: the ranks of this one in their order. Collective over them."""
         self._device, self._all_reduce = device, all_reduce
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for sharing in sorted(set(cut.tied.values())):
-            if cut.rank in sharing:
-                ranks = [pipeline[rank] for rank in sharing]
-                groups[sharing] = dist.new_group(ranks, use_local_synchronization=True)
         held = {name: p for name, p in named_parameters(module) if name in cut.tied and p.requires_grad}
         # In the order of the names, which the ranks have in common.
         self._parameters = [(held[name], groups[cut.tied[name]]) for name in sorted(held)]
