@@ -91,6 +91,10 @@ def train(config: dict[str, Any]) -> None:
                 abandoned += 1
                 continue
             losses[context.step] = loss
+            if config.get("evaluates at") == context.step:
+                # Other micro-batches than those of training.
+                given = [content(range(5)), content(range(5, 10))]
+                crew.told["evaluated in the loop"] = float(engine.eval_batch(iter(given), num_micro_batches=2))
             assert engine.module is model
             for name, layer in (*model.named_children(), *model.tied_modules.named_children()):
                 assert name == "tied_modules" or layers.setdefault(name, layer) is layer, "they come back"

@@ -93,6 +93,16 @@ def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
     assert outcome.told["losses"] == pytest.approx(losses, abs=ALLOWED)
 
 
+def test_an_evaluation_has_micro_batches_of_its_own_size(crew: Crew, tmp_path: Path) -> None:
+    """Stages receive activations into memory of the shape that they were last told of."""
+    config = {"stage": 1, "evaluates at": 3}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    two = through(crew, tmp_path / "two", config, [((0, 1), None)], pp=2)
+    assert _distance(one.losses, two.losses) <= ALLOWED
+    found = [outcome.told["evaluated in the loop"] for outcome in (*one.outcomes, *two.outcomes)]
+    assert found == pytest.approx([found[0]] * 3, abs=ALLOWED)
+
+
 @pytest.mark.slow
 def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path) -> None:
     config = {"stage": 1, "dtype": "bf16", "tied": True}

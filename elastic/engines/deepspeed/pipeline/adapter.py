@@ -41,6 +41,8 @@ class PipelineAdapter(DeepSpeedAdapter):
         self._current: MicroStep | None = None
         self._before_update: Callable[[], None] = _nothing
         self._instruct(native)
+        self._evaluate: Callable[..., Any] = native.eval_batch
+        native.eval_batch = self._eval_batch
 
     def train_batch(
         self, steps: Sequence[MicroStep], consumed: int, before_update: Callable[[], None]
@@ -90,6 +92,7 @@ class PipelineAdapter(DeepSpeedAdapter):
             if not isinstance(self._loss_fn, torch.nn.Module):
                 native.module.loss_fn = self._loss_fn
             self._seeds.before_layer = None
+            del self._evaluate
             _release(native)
         super().close()
         _forget_grid()
@@ -132,6 +135,15 @@ class PipelineAdapter(DeepSpeedAdapter):
         }
         native._INSTRUCTION_MAP = table
 
+    def _eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's. Its micro-batches may be of another size than those of training, for which stages keep buffers:
+        one that is too small would end the process."""
+        native = self.native
+        native.reset_activation_shape()
+        found = self._evaluate(*args, **kwargs)
+        native.reset_activation_shape()
+        return found
+
     def _enter(self, step: MicroStep) -> None:
         self._current, self._seeds.before_layer = step, step.before_layer
 
@@ -162,8 +174,9 @@ def _release(native: Any) -> None:
     native.num_pipe_buffers = 0
     native.pipe_recv_buf = native.grad_layer = native.data_iterator = None
     vars(native).pop("_INSTRUCTION_MAP", None)
-    # The method of the last instruction, bound to the engine.
+    # The method of the last instruction, bound to the engine, and the evaluation, which holds it.
     vars(native).pop("_exec_instr", None)
+    vars(native).pop("eval_batch", None)
 
 
 def _forget_grid() -> None:
