@@ -300,7 +300,16 @@ def _outcome(attempt: Any) -> str | None:
     return None
 
 
-_FAULTS = {"raise": _raise, "raise-once": _raise_once, "hang-once": _hang_once, "zombie": _leave_a_zombie}
+def _abort_once(folder: Path, now: Any) -> None:
+    """As native code ends a process."""
+    if _first_time(folder, "abort"):
+        os.abort()
+
+
+_FAULTS = {
+    "raise": _raise, "raise-once": _raise_once, "hang-once": _hang_once, "zombie": _leave_a_zombie,
+    "abort-once": _abort_once,
+}  # fmt: skip
 
 
 def never_trains(config: dict[str, Any]) -> None:

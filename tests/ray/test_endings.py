@@ -30,6 +30,7 @@ def test_runs_side_by_side_each_end_for_their_own_reason(cluster: LocalCluster, 
     early = start("early", "loops:returns_early")
     usage = start("usage", "loops:never_trains", global_batch=12)
     idle = start("idle", "loops:never_trains")
+    aborts = start("aborts", fault="abort-once")
     # These wait until there is room.
     again = start("again", fault="raise-once", failures={"user_error_retries": 1})
     absent = start("absent", "no_such_module:train")
@@ -63,6 +64,11 @@ def test_runs_side_by_side_each_end_for_their_own_reason(cluster: LocalCluster, 
     again.ended("finished")
     again.assert_whole()
     assert [generation["first_step"] for generation in again.summary()["generations"]] == [1, 1]
+
+    aborts.ended("finished")
+    aborts.assert_whole()
+    (aborted,) = aborts.incidents()
+    assert "has ended: Fatal Python error: Aborted" in aborted["evidence"], "what only its output tells"
 
     reason = nowhere.ended("no-capacity")["reason"]
     # What the cluster lacks is reported as well, once that has been looked at.

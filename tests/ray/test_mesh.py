@@ -147,6 +147,7 @@ def test_cells_lose_nodes_form_anew_and_grow(
 
     assert {generation["world_size"] for generation in run.summary()["generations"]} == {2, 4}
     run.assert_whole()
+    assert [why for why in run.decisions("function-left") if "it has stood by" not in why] == []
     Outcome.of(run, tmp_path / "moved-weights").assert_near(still)
 
 
@@ -176,6 +177,7 @@ def test_cells_through_four_meshes(
     assert [sizes[1], sizes[4], max(sizes.items())[1]] == [8, 2, 4]
     assert len({(size, *meshes.get(number, {}).values()) for number, size in sizes.items()}) >= 4
     run.assert_whole()
+    assert [why for why in run.decisions("function-left") if "it has stood by" not in why] == []
     Outcome.of(run, tmp_path / "moved-weights").assert_near(still)
 
 

@@ -39,6 +39,7 @@ from elastic.runtime.node.downlink import Downlink
 from elastic.runtime.node.fork_server import ForkServer
 from elastic.runtime.node.gathering import Gathering
 from elastic.runtime.node.heartbeats import open_mailbox, receive
+from elastic.runtime.node.last_words import LastWords
 from elastic.runtime.node.report_relay import LINGER_S, ReportRelay
 from elastic.runtime.node.shard_records import ShardRecords
 from elastic.runtime.node.uplink import Posts, Replies, Uplink
@@ -100,6 +101,8 @@ class AgentActor:
         # Of workers that are silent.
         self._computing: dict[int, Computing] = {}
         self._gone: dict[int, str] = {}
+        self._words: dict[int, LastWords] = {}
+        self._telling: set[asyncio.Task[None]] = set()
         self._relay = ReportRelay(node, self._uplink.reports, self._pids.keys)
         self._posts: Gathering[int, Post, Reply] = Gathering(self._uplink.posts, LINGER_S, self._pids.keys)
         self._wake = asyncio.Event()
@@ -171,7 +174,7 @@ class AgentActor:
         self._downlink.workers[worker] = handle
         if worker in self._watched:
             return
-        self._pids[worker] = pid
+        self._pids[worker], self._words[worker] = pid, LastWords(pid)
         self._heard[worker] = time.monotonic()
         try:
             process = os.pidfd_open(pid)
@@ -290,8 +293,15 @@ class AgentActor:
         return computes or silent_s <= _BUSY_S
 
     def _ended(self, worker: int) -> None:
-        self._gone[worker] = f"process {self._pids.get(worker)} on node {self._node[:8]} has ended"
+        why, words = f"process {self._pids.get(worker)} on node {self._node[:8]} has ended", self._words.get(worker)
         self._forget(worker)
+        task = asyncio.get_event_loop().create_task(self._tell_ended(worker, why, words))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell_ended(self, worker: int, why: str, words: LastWords | None) -> None:
+        said = "" if words is None else await words.read()
+        self._gone[worker] = f"{why}: {said}" if said else why
         self._wake.set()
 
     def _forget(self, worker: int) -> None:
@@ -299,7 +309,7 @@ class AgentActor:
         if handle is not None:
             asyncio.get_event_loop().remove_reader(handle)
             os.close(handle)
-        for table in (self._pids, self._heard, self._downlink.workers):
+        for table in (self._pids, self._heard, self._words, self._downlink.workers):
             table.pop(worker, None)
         self._computing.pop(worker, None)
 
