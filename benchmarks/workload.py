@@ -134,7 +134,7 @@ def train(config: dict[str, Any]) -> None:
             time.sleep(config.get("elsewhere_s", 0.0))
             if before_pass is not None:
                 before_pass(elastic.get_context().step)
-            if staged := form.startswith("pp"):
+            if staged := form.endswith("pp 2"):
                 # All micro-batches of a step.
                 engine.train_batch(windows)
             else:

@@ -51,9 +51,13 @@ def arguments(form: str, size: Size, config: dict[str, Any]) -> dict[str, Any]:
             }  # fmt: skip
         case "pp 2":
             model, data = _stages(size), _Pairs(data)
+        case "FSDP2 pp 2":
+            model, data = nn.Sequential(*_layers(size)), _Pairs(data)
+            config = {"global_batch": size.batch, "micro_batch": size.micro}
+            given = {"pipeline": elastic.Pipeline(_loss)}
         case _:
             raise ValueError(f"there is no mesh {form!r} here")
-    if form in ("ep 2", "pp 2"):
+    if form in ("ep 2", "pp 2", "FSDP2 pp 2"):
         optimizer = type(optimizer)(model.parameters(), **fsdp2_alone.options(optimizer))
     return {"model": model, "optimizer": optimizer, "training_data": data, "config": config, **given}
 
@@ -152,6 +156,17 @@ def _stages(size: Size) -> Any:
     last = [LayerSpec(nn.LayerNorm, size.width), LayerSpec(nn.Linear, size.width, 256, bias=False)]
     layers = [LayerSpec(_Embedding, size.width, size.context), *blocks, *last]
     return PipelineModule(layers=layers, loss_fn=_loss, partition_method="parameters")
+
+
+def _layers(size: Size) -> list[nn.Module]:
+    """The same, built, for torch's pipelining."""
+    blocks = [example().Block(size.width, size.heads, 0.0) for _ in range(size.layers)]
+    return [
+        _Embedding(size.width, size.context),
+        *blocks,
+        nn.LayerNorm(size.width),
+        nn.Linear(size.width, 256, bias=False),
+    ]
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

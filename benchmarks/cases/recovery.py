@@ -50,6 +50,7 @@ FORMS = (
     Form("sp 2", mesh=MeshSettings(sp=2)),
     Form("ep 2", mesh=MeshSettings(ep=2)),
     Form("pp 2", mesh=MeshSettings(pp=2)),
+    Form("FSDP2 pp 2", "fsdp2", MeshSettings(pp=2)),
 )
 
 
@@ -127,6 +128,8 @@ def plans(options: Options) -> list[Plan]:
         *(Plan(f"node SIGKILL -> next step, 4 -> {form.left}", "kill_node", 1, "memory", slower, any_moment=any_moment,
                form=form)
           for form in FORMS for any_moment in (False, True)),
+        *(Plan(f"node SIGKILL -> next step, 4 -> {form.left}", "kill_node", 1, "memory", some, set_up_s=20.0, form=form)
+          for form in FORMS if form.mesh.pp > 1),
         Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 3, "memory", slower, form=FORMS[0]),
     ]  # fmt: skip
     if options.plan:
@@ -145,7 +148,7 @@ def measure(options: Options) -> list[Figure]:
     ratios = [
         ratio(CASE, f"{plan.trained} over {wanted[0].trained}", found[plan.name], found[wanted[0].name],
               Target("median", 1.5))
-        for plan in wanted if plan.form.name and not plan.any_moment
+        for plan in wanted if plan.form.name and not plan.any_moment and not plan.set_up_s
     ]  # fmt: skip
     return figures + ratios
 
