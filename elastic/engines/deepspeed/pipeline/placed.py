@@ -38,10 +38,13 @@ _OWN = ("training", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 @dataclass
 class _Made:
-    """How a PipelineModule was made, and layers that it has had and has not now; all of them where it is `released`,
-    and what is on itself (`own`). `form`: what its layers were like then. `counts`: the
+    """How a PipelineModule was made, and what the rank has had of it and has not now.
+
+    `layers` and `tied`: by number, and by key; all of them where it is `released`, and then also what is on the object
+    itself (`own`). `form`: what its layers were like when they were made, until an engine is built. `counts`: the
     parameters of each layer, once they are known. `follows`: the optimizer, or the parameters, that were given are all
-    that are trained, or all."""
+    that are trained, or all. `obstacle`: why it cannot be placed again.
+    """
 
     original: Callable[..., None]
     arguments: dict[str, Any]
