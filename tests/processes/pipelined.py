@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cells
@@ -20,6 +21,9 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
 
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
     made = layers(config.get("dropout", 0.0), config.get("tied", False))
+    if watched := config.get("watched"):
+        for spec in made:
+            spec.typename = _watching(spec.typename, watched)
     given = {"loss_fn": Loss(config), "partition_method": "uniform", **config.get("module", {})}
     model: Any = PipelineModule(layers=made, **given)
     if config.get("stray"):
@@ -41,6 +45,15 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     return engine, loader
 
 
+def _watching(layer: type[torch.nn.Module], watched: Callable[[str], None]) -> type[torch.nn.Module]:
+    class Watching(layer):  # type: ignore[misc, valid-type]
+        def forward(self, *inputs: Any) -> Any:
+            watched("forward")
+            return super().forward(*inputs)
+
+    return Watching
+
+
 def content(indices: range) -> list[torch.Tensor]:
     """As a loader would give them."""
     return [torch.stack(part) for part in zip(*map(text, indices), strict=True)]
@@ -60,6 +73,8 @@ class Loss:
                 crew.stay()
         if self._config.get("bad step") == context.step and context.coordinates["dp"] == context.mesh["dp"] - 1:
             logits = logits * float("inf")
+        if watched := self._config.get("watched"):
+            watched("loss")
         # Of the last layer's random stream, after its dropout.
         crew.told.setdefault("draws", []).append(float(torch.rand(())))
         found = sequence_model.loss_of if self._config.get("sequences") else loss_of

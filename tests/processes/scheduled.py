@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import crew
+import pipelined
+import staged
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,24 +20,7 @@ from elastic.training import context
 
 def trains(config: dict[str, Any]) -> None:
     has = config["has"]
-    crew.told["calls"] = crew.told.get("calls", 0) + 1
-    rank = _rank(has["asks"])
-    if "main first" in has:
-        if rank:
-            dist.barrier()
-        crew.point("what one does for all")
-        if not rank:
-            dist.barrier()
-    group = dist.new_group(backend="gloo") if "group" in has else None
-    if "name" in has:
-        names = [f"of call {crew.told['calls']}"]
-        dist.broadcast_object_list(names, src=0, group=group)
-        crew.told["name"] = names[0]
-    if "count" in has:
-        count = torch.ones(1)
-        dist.all_reduce(count)
-    if "mesh" in has:
-        crew.told["mesh"] = dict(elastic.get_context().mesh)
+    group = _sets_up(has)
     data = elastic.keep(Numbers, 6, torch.float32)
     engine, loader = build(config)
     if "seed" in has:
@@ -65,6 +50,46 @@ def trains(config: dict[str, Any]) -> None:
         if has.get("evaluates") is True:
             _evaluate(config, engine, data, group)
     crew.told["made"] = made
+
+
+def trains_in_stages(config: dict[str, Any]) -> None:
+    """The same with a pipeline, of either engine."""
+    _sets_up(config["has"])
+    watched = lambda where: may_stay(config, where)  # noqa: E731
+    engine, loader = (staged if config.get("engine") == "fsdp2" else pipelined).build({**config, "watched": watched})
+    for _ in elastic.epochs():
+        for batches in loader:
+            with elastic.step() if "strict" in config["has"] else nullcontext():
+                may_stay(config, "batch")
+                loss = engine.train_batch(batches)
+                assert torch.isfinite(loss)
+                may_stay(config, "step")
+                if "evaluates" in config["has"] and elastic.get_context().step % 3 == 1:
+                    may_stay(config, "evaluation")
+                    engine.eval_batch(iter([pipelined.content(range(3))] * 2), num_micro_batches=2)
+
+
+def _sets_up(has: dict[str, Any]) -> Any:
+    """What there is of it; returns the group that was made, or None."""
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    rank = _rank(has["asks"])
+    if "main first" in has:
+        if rank:
+            dist.barrier()
+        crew.point("what one does for all")
+        if not rank:
+            dist.barrier()
+    group = dist.new_group(backend="gloo") if "group" in has else None
+    if "name" in has:
+        names = [f"of call {crew.told['calls']}"]
+        dist.broadcast_object_list(names, src=0, group=group)
+        crew.told["name"] = names[0]
+    if "count" in has:
+        count = torch.ones(1)
+        dist.all_reduce(count)
+    if "mesh" in has:
+        crew.told["mesh"] = dict(elastic.get_context().mesh)
+    return group
 
 
 def _rank(asks: str) -> int | None:

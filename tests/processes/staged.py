@@ -56,6 +56,10 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             layer.register_forward_hook(lambda module, given, output: output.view(output.shape))
     if config.get("stray"):
         model.scale = torch.nn.Parameter(torch.ones(1))
+    if watched := config.get("watched"):
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: watched("forward"))
+            layer.register_full_backward_hook(lambda *_: watched("backward"))
     compiled.by(config.get("compiled", "nothing"), model, model.layers)
     optimizer = torch.optim.AdamW(trained(model), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
     options = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cells
 import pytest
 from crew import Crew
 from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _distance, _engine, _undisturbed
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.generation_spec import BatchSettings
+from elastic.core.settings import AnomalySettings
 
 pytestmark = pytest.mark.processes
 
@@ -33,6 +35,7 @@ class Part(NamedTuple):
     who: Sequence[int]
     end_at: int | None = None
     lost: tuple[int, int, str] | None = None
+    mesh: Mapping[str, int] = {}
 
 
 def function_of(draw: random.Random) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def outcomes_of(crew: Crew, who: Sequence[int]) -> list[Any]:
 
 
 def happens(crew: Crew, part: Part, function: str, config: dict[str, Any], more: dict[str, Any]) -> list[Any]:
-    crew.begin(part.who, function, config, end_at=part.end_at, **more)
+    crew.begin(part.who, function, config, end_at=part.end_at, **more, **part.mesh)
     if part.lost is not None:
         victim = crew.members[part.who[part.lost[0]]]
         survivors = [number for number in part.who if number != victim.number]
@@ -163,6 +166,36 @@ def test_any_schedule_of_transformers_trainer(crew: Crew, tmp_path: Path, seed: 
             assert one == {key: pytest.approx(value, rel=1e-3) for key, value in other.items()} | loose
 
 
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+def test_any_schedule_of_pipelines(crew: Crew, tmp_path: Path, seed: int) -> None:
+    """Of as many stages as each generation's number of workers is a multiple of."""
+    draw = random.Random(seed)
+    fsdp2 = draw.random() < 0.5
+    engine: dict[str, Any] = {"engine": "fsdp2"} if fsdp2 else {"stage": draw.choice([0, 1])}
+    likely = {"strict": 0.5, "evaluates": 0.4}
+    has = function_of(draw) | {name: True for name, chance in likely.items() if draw.random() < chance}
+    for other in {"evaluates"} - {name for name in likely if name in has}:
+        has.pop(other, None)
+    config = {**engine, "clipping": 0.0, "tied": draw.random() < 0.6, "dropout": draw.choice([0.0, 0.2]), "has": has}
+    if fsdp2 and draw.random() < 0.4:
+        config |= {"blocks": 6, "fsdp2": {"pipeline_schedule": "Interleaved1F1B"}}
+    where = ["batch", "forward", "forward", "backward" if fsdp2 else "loss", "loss", "step"]
+    parts = schedule_of(draw, where + ["evaluation"] * ("evaluates" in has))
+    meshes = [{"pp": draw.choice([pp for pp in (1, 2, 3, 4) if len(part.who) % pp == 0])} for part in parts]
+    parts = [part._replace(mesh=mesh) for part, mesh in zip(parts, meshes, strict=True)]
+    more: dict[str, Any] = {
+        "batch": cells.BATCH, "max_world_size": 4, "engine": engine.get("engine", "deepspeed"),
+        "checkpoint_every_steps": 1, "anomalies": AnomalySettings(policy="stop"),
+    }  # fmt: skip
+    outcomes, _ = through(crew, tmp_path / "moved", draw, "scheduled.trains_in_stages", config, parts, more)
+    crew.settle()
+    quiet = {**config, "has": {"asks": "no"}, "kills": {}, "url": str(tmp_path / "still")}
+    still = crew.run([0], "scheduled.trains_in_stages", quiet, **more)
+    assert still[0].result.kind == "finished", still[0].result.traceback
+    one, moved = cells.Run(tmp_path / "still", [still]), cells.Run(tmp_path / "moved", [outcomes])
+    assert _distance(one.state(), moved.state()) <= 1e-5
+
+
 def assert_as_undisturbed(
     crew: Crew, tmp_path: Path, draw: random.Random, engine: dict[str, Any], has: dict[str, Any], parts: list[Part]
 ) -> None:
@@ -192,7 +225,7 @@ def through(
     url.mkdir()
     store = CheckpointStore(config["url"], "run")
     # What is as all others are, but has failed, is tried again, as it would be in a run.
-    for part in [*parts, *[Part(parts[-1].who)] * TRIES]:
+    for part in [*parts, *[parts[-1]._replace(end_at=None, lost=None)] * TRIES]:
         newest = store.list()
         outcomes = happens(crew, part, function, config, {**more, "checkpoint": newest[0].id if newest else None})
         results = [outcome.result for outcome in outcomes]
