@@ -21,9 +21,9 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
 
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
     made = layers(config.get("dropout", 0.0), config.get("tied", False))
-    if watched := config.get("watched"):
+    if config.get("watched") or config.get("counts"):
         for spec in made:
-            spec.typename = _watching(spec.typename, watched)
+            spec.typename = _watching(spec.typename, config.get("watched"))
     given = {"loss_fn": Loss(config), "partition_method": "uniform", **config.get("module", {})}
     model: Any = PipelineModule(layers=made, **given)
     if config.get("stray"):
@@ -45,10 +45,18 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     return engine, loader
 
 
-def _watching(layer: type[torch.nn.Module], watched: Callable[[str], None]) -> type[torch.nn.Module]:
+def _watching(layer: type[torch.nn.Module], watched: Callable[[str], None] | None) -> type[torch.nn.Module]:
     class Watching(layer):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if watched is None:
+                self.register_buffer("passes", torch.zeros(1))
+
         def forward(self, *inputs: Any) -> Any:
-            watched("forward")
+            if watched is None:
+                self.passes += float(self.training)
+            else:
+                watched("forward")
             return super().forward(*inputs)
 
     return Watching

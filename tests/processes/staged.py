@@ -47,6 +47,10 @@ class BalancedLoss(Loss):
         return found if self._config.get("sequences") else found + BALANCE * uneven
 
 
+def _count(layer: Any, *_: Any) -> None:
+    layer.passes += float(layer.training)
+
+
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model: Any = model_of(config)
     there = {name: value for name, value in model.named_parameters() if not value.is_meta}
@@ -56,6 +60,10 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             layer.register_forward_hook(lambda module, given, output: output.view(output.shape))
     if config.get("stray"):
         model.scale = torch.nn.Parameter(torch.ones(1))
+    if config.get("counts"):
+        for layer in model.layers:
+            layer.register_buffer("passes", torch.zeros(1))
+            layer.register_forward_hook(_count)
     if watched := config.get("watched"):
         for layer in model.layers:
             layer.register_forward_hook(lambda *_: watched("forward"))

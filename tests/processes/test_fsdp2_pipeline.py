@@ -100,6 +100,21 @@ def test_stages_that_change_equal_one_rank_with_all_layers(crew: Crew, tmp_path:
         assert last.told["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
 
 
+def test_what_passes_leave_in_a_layer_goes_with_it(crew: Crew, tmp_path: Path) -> None:
+    """A buffer that is counted up by each pass of training, while one pipeline has other stages, in the same loops."""
+    config = {**FSDP2, "counts": True}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    parts = (((0, 1), 2, 2), ((1, 2, 3, 0), 4, 3), ((2, 1, 0), 3, 6), ((1, 0), 2, None))
+    assert_counted(one, through_stages(crew, tmp_path / "moved", config, parts))
+
+
+def assert_counted(one: Run, moved: Run) -> None:
+    counted = {name for name in one.state() if name.endswith("passes")}
+    assert counted
+    assert all(one.state()[name] > LAST_STEP for name in counted)
+    assert _distance(one.state(), moved.state()) <= ALLOWED
+
+
 @pytest.mark.parametrize(
     ("way", "fourth"),
     [

@@ -15,6 +15,7 @@ from cells import AT, BATCH, LAST_STEP, WHOLE, Run, assert_every_sample_once, as
 from crew import Crew
 from pipeline_model import layers, loss_of, whole
 from pipelined import content
+from test_fsdp2_pipeline import assert_counted
 from test_oracle import _assert_ended, _distance, damage_newest
 
 import elastic
@@ -101,6 +102,17 @@ def test_an_evaluation_has_micro_batches_of_its_own_size(crew: Crew, tmp_path: P
     assert _distance(one.losses, two.losses) <= ALLOWED
     found = [outcome.told["evaluated in the loop"] for outcome in (*one.outcomes, *two.outcomes)]
     assert found == pytest.approx([found[0]] * 3, abs=ALLOWED)
+
+
+def test_what_passes_leave_in_a_layer_goes_with_it(crew: Crew, tmp_path: Path) -> None:
+    config = {"stage": 1, "counts": True}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    parts = [
+        ((0, 1), 2, {"pp": 2}), ((1, 2, 3, 0), 3, {"pp": 4}), ((2, 1, 0), 6, {"pp": 3}), ((1, 0), None, {"pp": 2}),
+    ]  # fmt: skip
+    moved = through(crew, tmp_path / "moved", {**config, "in_loop": True}, parts)
+    assert cells.left(crew) <= {cells.STOOD_BY}
+    assert_counted(one, moved)
 
 
 @pytest.mark.slow
