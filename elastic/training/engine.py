@@ -19,6 +19,7 @@ from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import GenerationEnded, UsageError
 from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Engine, StepOutcome
+from elastic.engines.model.plain_names import modules_everywhere
 from elastic.training import rng
 from elastic.training.in_loop.passes import PassLog
 from elastic.training.in_loop.step_share import StepShare, Unfinished
@@ -363,7 +364,7 @@ class ElasticEngine:
         """A failure inside leaves the block; nothing in it is computed in an abandoned step. The modules train then, or
         do not, as before it: one that is left may have been in an evaluation."""
         before, self._strict = self._strict, True
-        modes = [(module, module.training) for module in self._open().module.modules()]
+        modes = [(module, module.training) for module in modules_everywhere(self._open().module)]
         try:
             yield
         except (Exception, GenerationEnded) as error:

@@ -46,7 +46,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _watching(layer: type[torch.nn.Module], watched: Callable[[str], None] | None) -> type[torch.nn.Module]:
-    class Watching(layer):  # type: ignore[misc, valid-type]
+    class Watching(layer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if watched is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import crew
@@ -55,8 +56,8 @@ def trains(config: dict[str, Any]) -> None:
 def trains_in_stages(config: dict[str, Any]) -> None:
     """The same with a pipeline, of either engine."""
     _sets_up(config["has"])
-    watched = lambda where: may_stay(config, where)  # noqa: E731
-    engine, loader = (staged if config.get("engine") == "fsdp2" else pipelined).build({**config, "watched": watched})
+    kind = staged if config.get("engine") == "fsdp2" else pipelined
+    engine, loader = kind.build({**config, "watched": partial(may_stay, config)})
     for _ in elastic.epochs():
         for batches in loader:
             with elastic.step() if "strict" in config["has"] else nullcontext():
@@ -65,8 +66,10 @@ def trains_in_stages(config: dict[str, Any]) -> None:
                 assert torch.isfinite(loss)
                 may_stay(config, "step")
                 if "evaluates" in config["has"] and elastic.get_context().step % 3 == 1:
+                    engine.eval()
                     may_stay(config, "evaluation")
                     engine.eval_batch(iter([pipelined.content(range(3))] * 2), num_micro_batches=2)
+                    engine.train()
 
 
 def _sets_up(has: dict[str, Any]) -> Any:

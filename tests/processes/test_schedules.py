@@ -183,8 +183,27 @@ def test_any_schedule_of_pipelines(crew: Crew, tmp_path: Path, seed: int) -> Non
     parts = schedule_of(draw, where + ["evaluation"] * ("evaluates" in has))
     meshes = [{"pp": draw.choice([pp for pp in (1, 2, 3, 4) if len(part.who) % pp == 0])} for part in parts]
     parts = [part._replace(mesh=mesh) for part, mesh in zip(parts, meshes, strict=True)]
+    assert_as_one_rank(crew, tmp_path, draw, config, parts)
+
+
+@pytest.mark.parametrize("engine", [{"engine": "fsdp2"}, {"stage": 1}], ids=["fsdp2", "stage1"])
+def test_layers_of_other_stages_train_again_after_an_evaluation_that_fails(
+    crew: Crew, tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    """Members 0 and 3 have the other's stage afterwards, and their layers are in training as before the step."""
+    has = {"asks": "no", "strict": True, "evaluates": True}
+    config = {**engine, "clipping": 0.0, "dropout": 0.3, "has": has}
+    lost = Part((0, 1, 2, 3), lost=(1, 4, "evaluation"), mesh={"pp": 2})
+    outcomes = assert_as_one_rank(crew, tmp_path, random.Random(0), config, [lost, Part((3, 0), mesh={"pp": 2})])
+    assert [outcome.told["calls"] for outcome in outcomes] == [1, 1], "they have stayed in their loop"
+
+
+def assert_as_one_rank(
+    crew: Crew, tmp_path: Path, draw: random.Random, config: dict[str, Any], parts: list[Part]
+) -> list[Any]:
+    """Returns what the members of the last generation came to."""
     more: dict[str, Any] = {
-        "batch": cells.BATCH, "max_world_size": 4, "engine": engine.get("engine", "deepspeed"),
+        "batch": cells.BATCH, "max_world_size": 4, "engine": config.get("engine", "deepspeed"),
         "checkpoint_every_steps": 1, "anomalies": AnomalySettings(policy="stop"),
     }  # fmt: skip
     outcomes, _ = through(crew, tmp_path / "moved", draw, "scheduled.trains_in_stages", config, parts, more)
@@ -194,6 +213,7 @@ def test_any_schedule_of_pipelines(crew: Crew, tmp_path: Path, seed: int) -> Non
     assert still[0].result.kind == "finished", still[0].result.traceback
     one, moved = cells.Run(tmp_path / "still", [still]), cells.Run(tmp_path / "moved", [outcomes])
     assert _distance(one.state(), moved.state()) <= 1e-5
+    return outcomes
 
 
 def assert_as_undisturbed(

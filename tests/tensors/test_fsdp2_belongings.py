@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
 from elastic.engines.base import ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.belongings import Belongings, is_released
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.kind import KIND
-from elastic.engines.fsdp2.meshes import forget_meshes
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
 
@@ -41,21 +37,6 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.embedding(tokens))) * self.seen
-
-
-@pytest.fixture
-def as_rank() -> Iterator[Any]:
-    def begin(rank: int, size: int) -> None:
-        if dist.is_initialized():
-            end()
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-
-    def end() -> None:
-        forget_meshes()
-        dist.destroy_process_group()
-
-    yield begin
-    end()
 
 
 def marks(model: nn.Module) -> dict[str, Any]:

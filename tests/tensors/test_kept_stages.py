@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic import Pipeline
 from elastic.core.mesh import Mesh
@@ -17,9 +14,9 @@ from elastic.engines.base import ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.belongings import is_released
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.kind import _MESH, KIND
-from elastic.engines.fsdp2.meshes import forget_meshes
 from elastic.engines.fsdp2.pipeline import sharding
 from elastic.engines.fsdp2.pipeline.layers import Absent, layer_of
+from elastic.engines.model.plain_names import modules_everywhere
 
 CPU = torch.device("cpu")
 SCHEDULE = {"pipeline_schedule": "1F1B", "pipeline_stages_per_rank": 1}
@@ -35,21 +32,6 @@ class Row(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4))
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.embed.weight
-
-
-@pytest.fixture
-def as_rank() -> Iterator[Any]:
-    def begin(rank: int, size: int) -> None:
-        if dist.is_initialized():
-            end()
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-
-    def end() -> None:
-        forget_meshes()
-        dist.destroy_process_group()
-
-    yield begin
-    end()
 
 
 def built(model: nn.Module, optimizer: Any, size: int, pp: int, begins: bool) -> Any:
@@ -92,6 +74,8 @@ def test_layers_that_come_back_are_the_same_objects(as_rank: Any) -> None:
         for training in (False, True):
             model.train(training)
             assert all(module.training is training for layer in layers.values() for module in layer.modules())
+        everywhere = {id(module) for module in modules_everywhere(model)}
+        assert all(id(module) in everywhere for layer in layers.values() for module in layer.modules())
         engine.detach()
         assert is_released(model)
         assert all(p.is_meta for p in model.parameters())

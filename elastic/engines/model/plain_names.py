@@ -25,6 +25,8 @@ _COMPILED = "_orig_mod"
 _WRAPPED = (_COMPILED, "_checkpoint_wrapped_module")
 # Attribute of a list of modules: the number in the whole list of the first that this rank has.
 FIRST = "elastic_first"
+# Attribute of what stands in for a module that another rank has: that module, in a tuple, where this rank knows it.
+ABSENT = "elastic_layer"
 # Where a module has what it has.
 _HELD = ("_modules", "_parameters", "_buffers")
 
@@ -52,6 +54,14 @@ def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
     if (known := _Names.of(module)) is not None:
         return known.modules()
     return _modules_of(module, _saved(module))
+
+
+def modules_everywhere(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Its modules, and those of layers that this rank had or may have and does not have now."""
+    for child in module.modules():
+        yield child
+        for layer in getattr(child, ABSENT, ()):
+            yield from layer.modules()
 
 
 def _modules_of(module: torch.nn.Module, said: Callable[[str], str]) -> Iterator[tuple[str, torch.nn.Module]]:

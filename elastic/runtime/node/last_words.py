@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 
-# Bytes at the end of the output, stack traces included; characters of what is told of it.
+# So many bytes at the end of the output are read, which have room for stack traces; so many characters are told.
 _LOOKED_AT, _MOST = 1 << 18, 300
 # On a disk that is slow to answer nobody waits for it.
 _LIMIT_S = 0.05

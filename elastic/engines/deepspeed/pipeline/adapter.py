@@ -81,9 +81,11 @@ class PipelineAdapter(DeepSpeedAdapter):
         return super().obstacle() or placed.obstacle(self.native.module)
 
     def detach(self) -> None:
-        model = self.native.module
+        native = self.native
+        model = None if native is None else native.module
         super().detach()
-        placed.release(model)
+        if model is not None:
+            placed.release(model)
 
     def close(self) -> None:
         native = self.native
@@ -140,9 +142,11 @@ class PipelineAdapter(DeepSpeedAdapter):
         one that is too small would end the process."""
         native = self.native
         native.reset_activation_shape()
-        found = self._evaluate(*args, **kwargs)
-        native.reset_activation_shape()
-        return found
+        try:
+            return self._evaluate(*args, **kwargs)
+        finally:
+            # Also where the script's data has ended in it, and the run goes on.
+            native.reset_activation_shape()
 
     def _enter(self, step: MicroStep) -> None:
         self._current, self._seeds.before_layer = step, step.before_layer

@@ -1,4 +1,4 @@
-"""What is told of processes that native code has ended. Real processes."""
+"""The reason that native code prints before it ends a process. Real processes."""
 
 from __future__ import annotations
 
