@@ -175,7 +175,7 @@ class ShardedState(Protocol):
     once: dist.ProcessGroup | None
     writers: tuple[int, ...] | None
     # Tied parameters that other stages of a pipeline have copies of: the model's, all ranks alike; and those here of
-    # which an earlier stage's copy is saved.
+    # which an earlier stage's copy is saved, buffers of all stages included.
     tied: tuple[str, ...]
     elsewhere: frozenset[str]
     # In how many parts the ranks of a stage have a weight, all slices together, and which part this rank has.

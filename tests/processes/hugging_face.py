@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cells
+import compiled
 import crew
 import torch
 import trainings
@@ -64,10 +65,16 @@ def model_of(config: dict[str, Any]) -> Any:
         "max_position_embeddings": LENGTH,
     }
     kind = getattr(transformers, f"{config['family']}Config")
-    return _seeded(
+    model = _seeded(
         getattr(transformers, f"{config['family']}For{config.get('head', 'CausalLM')}"),
         kind(**{**names, **sizes, **config.get("model", {})}),
     )
+    if config.get("adapters"):
+        import peft
+
+        given = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, given)
+    return model
 
 
 def _seeded(kind: Callable[[Any], Any], config: Any) -> Any:
@@ -108,6 +115,80 @@ def train_on_parts(config: dict[str, Any]) -> None:
         return sequences.loss(engine(**part).logits, labels)
 
     _train(config, loss_of)
+
+
+# The layers of its families, in the order in which they call them.
+ROWS: dict[str, Any] = {
+    "GPT2": [("transformer.wte", "transformer.wpe"), "transformer.h.*", ("transformer.ln_f", "lm_head")],
+}
+ROW = ["model.embed_tokens", "model.layers.*", "model.norm", "lm_head"]
+
+
+def train_in_stages(config: dict[str, Any]) -> None:
+    """Of the model as it is, which gives its loss; or over parts of sequences by `sequences.loss`."""
+    cells.begun()
+    options: dict[str, Any] = {"own_forward": True}
+    if config.get("sequences"):
+        # Before the model is built, which asks for it.
+        from elastic.integrations import sequences
+    with torch.device("meta" if config.get("deferred") else "cpu"):
+        model = model_of(config)
+    if config.get("sequences"):
+        model.model.register_forward_pre_hook(lambda _, given, named: (given, _part(named)), with_kwargs=True)
+        options["loss_fn"] = lambda outputs, labels: sequences.loss(outputs.logits, labels)
+    if config.get("compiled"):
+        compiled.by(config["compiled"], model, model.model.layers)
+    if config.get("recomputed"):
+        model.gradient_checkpointing_enable()
+    model.register_forward_pre_hook(lambda *_: _stay(config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
+    given = trainings.of_engine(config, optimizer)
+    given["config"] |= config.get("native", {})
+    row = ROWS.get(config["family"], ROW)
+    if config.get("adapters"):
+        row = [f"base_model.model.{name}" for name in row]
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=texts(config),
+        optimizer=optimizer,
+        collate_fn=lambda samples: _named(config, samples),
+        pipeline=elastic.Pipeline(layers=row, **options),
+        **given,
+    )
+    elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    steps, abandoned = dict[int, float](), 0
+    for _ in elastic.epochs():
+        for batches in loader:
+            loss = float(engine.train_batch(batches))
+            if elastic.get_context().abandoned:
+                abandoned += 1
+                continue
+            steps[elastic.get_context().step] = loss
+    held = [_named(config, [text(number)]) for number in range(3)]
+    cells.told(steps=steps, abandoned=abandoned, evaluated=float(engine.eval_batch(held, 3)))
+
+
+def _stay(config: dict[str, Any]) -> None:
+    """The ranks in `config["victims"]` stay in their pass in step `config["at"]`, for ever."""
+    context = elastic.get_context()
+    if config.get("at") == context.step and context.world_size == config["ranks"]:
+        crew.point("there")
+        if context.rank in config["victims"]:
+            crew.stay()
+
+
+def _named(config: dict[str, Any], samples: list[Text]) -> dict[str, torch.Tensor]:
+    """As a collator of transformers gives them."""
+    words, labels = (torch.stack(part) for part in zip(*samples, strict=True))
+    mask = mask_of(config, words)
+    return {"input_ids": words, "labels": labels} | ({} if mask is None else {"attention_mask": mask})
+
+
+def _part(named: dict[str, Any]) -> dict[str, Any]:
+    from elastic.integrations import sequences
+
+    whole = {name: named.pop(name) for name in ("input_ids", "attention_mask") if named.get(name) is not None}
+    return {**named, **sequences.part(**whole)}
 
 
 def mask_of(config: dict[str, Any], words: torch.Tensor) -> torch.Tensor | None:

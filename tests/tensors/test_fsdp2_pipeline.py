@@ -45,9 +45,10 @@ def staged(model: nn.Module, ranks: int, rank: int, per_rank: int = 1, **more: A
 
 
 def test_patterns_name_layers_in_the_models_order() -> None:
-    assert read_layers(pipeline(), Whole()) == ("embed", *(f"layers.{n}" for n in range(12)), "norm", "head")
+    names = ("embed", *(f"layers.{n}" for n in range(12)), "norm", "head")
+    assert read_layers(pipeline(), Whole()) == tuple((name,) for name in names)
     row = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-    assert read_layers(pipeline(layers=None), row) == ("0", "1", "2")
+    assert read_layers(pipeline(layers=None), row) == (("0",), ("1",), ("2",))
 
 
 @pytest.mark.parametrize("per_rank", [1, 2, 4])
@@ -84,9 +85,9 @@ def test_stages_one_after_another_are_the_whole_model_under_its_names(per_rank: 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_fullest_stage_of_any_pipeline_is_known_from_the_layers(tied: bool, per_rank: int) -> None:
     model = Whole(tied=tied)
-    names = read_layers(pipeline(), model)
-    layers = layers_by_name(model, names)
-    assert layers["embed.weight"] == ((0, len(names) - 1) if tied else (0,))
+    row = read_layers(pipeline(), model)
+    layers = layers_by_name(model, row)
+    assert layers["embed.weight"] == ((0, len(row) - 1) if tied else (0,))
     held = HeldState("rows", together(
         HeldTensors(len(p), p[0].numel(), data_bytes=1, group=0, layer=layers[n][0], also=layers[n][1:])
         for n, p in model.named_parameters()
@@ -95,7 +96,7 @@ def test_the_fullest_stage_of_any_pipeline_is_known_from_the_layers(tied: bool, 
         own = []
         for rank in range(ranks):
             found = staged(model, ranks, rank, per_rank)
-            parameters = {id(p): p for number in found.own for p in layer_of(model, names[number]).parameters()}
+            parameters = {id(p): p for number in found.own for p in layer_of(model, found.names[number]).parameters()}
             own.append(sum(parameter.numel() for parameter in parameters.values()))
         settings = MeshSettings(pp=ranks, stages_per_rank=per_rank)
         assert state_bytes(held, settings, ranks) == max(own), ranks

@@ -112,10 +112,10 @@ class Fsdp2:
             if pipeline is None:
                 meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, mesh, layers)
             else:
-                names = read_layers(pipeline, model)
+                row = read_layers(pipeline, model)
                 assert mesh is not None
                 meshes, cut, tied = shard_stage(
-                    model, pipeline, names, resolved.native, device, resolved.begins, mesh, plan, layer_group, layers
+                    model, pipeline, row, resolved.native, device, resolved.begins, mesh, plan, layer_group, layers
                 )
         require_even(model, resolved.tp_sizes)
         base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
@@ -132,7 +132,7 @@ class Fsdp2:
             native = Fsdp2Engine(model, base, scheduler, resolved, device)
             return Fsdp2Adapter(native, meshes, device, resolved, withhold, belongings), base, scheduler
         native = PipelineEngine(model, base, scheduler, resolved, device)
-        adapter = PipelineAdapter(native, meshes, device, resolved, withhold, belongings, cut, tied, pipeline.loss_fn)
+        adapter = PipelineAdapter(native, meshes, device, resolved, withhold, belongings, cut, tied, pipeline)
         return adapter, base, scheduler
 
 

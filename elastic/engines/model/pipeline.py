@@ -16,8 +16,15 @@ class Pipeline:
     of them, as "layers.*"; None for the children of a torch.nn.Sequential. The model's own `forward` is not called.
     `begins` gives, for a number of stages (of all ranks together), the name of the layer that each of them begins with;
     for other numbers stages are cut so that the largest has the fewest parameters.
+
+    With `own_forward` each stage calls the model's own `forward` with the whole micro-batch, in which the layers of
+    other stages are passed over. `layers` are then named in the order in which it calls them; several that are to be in
+    one stage are one element, as ("embed", "places"). From stage to stage travels the first argument of the layer that
+    the next one begins with. Without `loss_fn` the model gives the mean loss: as a number, as `.loss`, or as the only
+    number of a tuple.
     """
 
-    loss_fn: Callable[[Any, Any], Any]
-    layers: Sequence[str] | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    layers: Sequence[str | Sequence[str]] | None = None
     begins: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    own_forward: bool = False

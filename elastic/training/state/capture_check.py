@@ -7,7 +7,7 @@ bytes at the places that the shard's record gives; numbers are read from the obj
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,16 +55,17 @@ class CaptureCheck:
         at_once: bool,
         kept: Mapping[str, torch.Tensor],
         first: bool,
+        elsewhere: Collection[str],
     ) -> CaptureCheck:
         """`extra` is what rank 0 saves besides. `turn` counts this generation's snapshots. `at_once`: masters and
         optimizer state are read now, too. `kept` are tensors by name that are not the engine's. `first`: is this the
-        rank that writes module buffers?"""
+        rank that writes module buffers, but for those `elsewhere`, which another stage of a pipeline writes?"""
         wanted = _sample(layout, targets, turn)
         names = None if turn == 0 else {chunk.name for _, chunk in wanted}
         live = {(each.kind, each.name): each for each in engine.fragments(names)}
         whole = {(KEPT, name): Fragment(KEPT, name, 0, tensor.reshape(-1)) for name, tensor in kept.items()}
         live |= {(kind, chunk.name): whole[kind, chunk.name] for kind, chunk in wanted if (kind, chunk.name) in whole}
-        wrong = _unlike(wanted, live) + (_left_out(layout, targets, live, first) if turn == 0 else [])
+        wrong = _unlike(wanted, live) + (_left_out(layout, targets, live, first, elsewhere) if turn == 0 else [])
         if extra is not None:
             wrong += engine.wrong_numbers(extra, names)
             if extra["caller"].get("step", where.step) != where.step:
@@ -146,7 +147,11 @@ def _unlike(wanted: Sequence[tuple[str, Chunk]], live: Mapping[tuple[str, str], 
 
 
 def _left_out(
-    layout: RankLayout, targets: Mapping[str, torch.Tensor], live: Mapping[tuple[str, str], Fragment], first: bool
+    layout: RankLayout,
+    targets: Mapping[str, torch.Tensor],
+    live: Mapping[tuple[str, str], Fragment],
+    first: bool,
+    elsewhere: Collection[str],
 ) -> list[str]:
     """What the snapshot should have and has not: the optimizer's state of each master that it has, and the module
     buffers of the first rank, which are the run's. What all ranks leave out is noticed when shards are assembled."""
@@ -159,7 +164,7 @@ def _left_out(
     carried = {name for kind, name in kinds if kind == MASTER}
     missing = []
     for kind, name in live:
-        due = first if kind == BUFFER else kind not in (MASTER, PARAM) and name in carried
+        due = (first and name not in elsewhere) if kind == BUFFER else kind not in (MASTER, PARAM) and name in carried
         if due and (kind, name) not in kinds:
             missing.append(f"{kind}/{name}, which is left out")
     buffers = [name for kind, name in sorted(kinds) if kind == BUFFER and not first]

@@ -235,8 +235,8 @@ class EngineState:
         where = Where(rank=self.agreement.rank, step=step, generation=generation)
         at_once = self.zero_stage == 0
         first = self._leads(True) if shard else self.sharded.rank == 0
-        kept = self._written_besides()
-        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, kept, first)
+        kept, elsewhere = self._written_besides(), self.sharded.elsewhere
+        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, kept, first, elsewhere)
         check.wrong += [] if extra is None else self._miscounted(extra, step)
         return check
 

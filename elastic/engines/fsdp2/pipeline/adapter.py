@@ -19,11 +19,13 @@ from elastic.engines.fsdp2.config import WEIGHTS_LATER
 from elastic.engines.fsdp2.gradients import shard_of
 from elastic.engines.fsdp2.meshes import Meshes, is_over_cell
 from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, layers_by_name
-from elastic.engines.fsdp2.pipeline.passes import Pass
+from elastic.engines.fsdp2.pipeline.own_forward import OwnForward
+from elastic.engines.fsdp2.pipeline.passes import Arguments, Pass
 from elastic.engines.fsdp2.pipeline.schedules import Schedules
 from elastic.engines.fsdp2.pipeline.stage import Stage
 from elastic.engines.fsdp2.pipeline.tied import Groups, TiedGradients
 from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.model.pipeline import Pipeline
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -53,19 +55,24 @@ class PipelineAdapter(Fsdp2Adapter):
         belongings: Belongings | str,
         cut: Cut,
         tied: Groups,
-        loss_fn: Callable[[Any, Any], Any],
+        pipeline: Pipeline,
     ) -> None:
         super().__init__(native, meshes, device, resolved, withhold, belongings)
         assert meshes.pp is not None
         self.sums = "in a pipeline a rank has those of its layers"
-        self._cut, self._loss_fn = cut, loss_fn
-        self._chain: Any = Chain(self.module, cut)
+        self._cut, self._loss_fn = cut, pipeline.loss_fn
         # Not by assignment to the class: the model is the user's.
+        self._before = vars(self.module).get("forward")
+        self._chain: Any = (
+            OwnForward(self.module, cut, self.module.forward, pipeline.loss_fn is None)
+            if pipeline.own_forward
+            else Chain(self.module, cut)
+        )
         vars(self.module)["forward"] = self._chain
         self._tied = TiedGradients(self.module, cut, tied, device, self._all_reduce)
         name = resolved.native["pipeline_schedule"]
         self._stages = [
-            Stage(self.module, stage, cut.holders, device, meshes.pp, self._enter, name in WEIGHTS_LATER)
+            Stage(self.module, stage, cut.holders, device, meshes.pp, self._enter, self._loss_of, name in WEIGHTS_LATER)
             for stage in cut.stages
         ]
         self._schedules: Any = Schedules(name, self._stages, self._scaled_loss)
@@ -116,9 +123,12 @@ class PipelineAdapter(Fsdp2Adapter):
 
     def state(self) -> Fsdp2State:
         state = super().state()
-        state.layers = layers_by_name(self.module, self._cut.names)
+        state.layers = layers_by_name(self.module, self._cut.row)
         state.tied = tuple(sorted(self._cut.tied))
         state.elsewhere = frozenset(name for name, ranks in self._cut.tied.items() if ranks[0] != self._cut.rank)
+        if self._cut.rank != self._cut.holders[0]:
+            # All stages have these, and the first one's are saved.
+            state.elsewhere |= frozenset(self._cut.outside)
         return state
 
     def close(self) -> None:
@@ -126,6 +136,8 @@ class PipelineAdapter(Fsdp2Adapter):
         if native is not None:
             del native.evaluate
             vars(native.module).pop("forward", None)
+            if self._before is not None:
+                vars(native.module)["forward"] = self._before
         # They hold groups, and the graph of a step that has failed.
         self._stages, self._schedules, self._chain = [], None, None
         self._tied.close()
@@ -148,18 +160,24 @@ class PipelineAdapter(Fsdp2Adapter):
             found = [(name, p.grad) for name, p in named_parameters(self.module) if not is_over_cell(p)]
             whole.look({name: shard_of(gradient) for name, gradient in found if gradient is not None})
 
-    def _enter(self, stage: int, now: Pass) -> None:
+    def _enter(self, stage: int, now: Pass, received: tuple[torch.Tensor, ...]) -> Arguments:
         self._chain.stage = stage
         self._chain.before = None if now.step is None else now.step.before_layer
         if now.step is not None:
             now.step.before_forward(self._chain.modules)
+        arguments: Arguments = self._chain.given(now, received)
+        return arguments
 
-    def _scaled_loss(self, outputs: Any, now: Pass) -> torch.Tensor:
+    def _loss_of(self, now: Pass, outputs: Any) -> Any:
+        """The last stage's, of what the model gives."""
+        return outputs if self._loss_fn is None else self._loss_fn(outputs, now.take_labels())
+
+    def _scaled_loss(self, found: torch.Tensor, now: Pass) -> torch.Tensor:
         """The last stage's, of the micro-batch's mean loss."""
         assert now.step is not None
         # The last stage is its rank's last one.
         with self._stages[-1].computing():
-            loss: torch.Tensor = now.step.scaled(self._loss_fn(outputs, now.take_labels())) / self._micro_steps
+            loss: torch.Tensor = now.step.scaled(found) / self._micro_steps
             self._loss += loss.detach().reshape(()).double()
         return loss
 
@@ -173,7 +191,7 @@ class PipelineAdapter(Fsdp2Adapter):
 
     def _evaluate(self, contents: Iterator[Any], count: int) -> torch.Tensor:
         module, training = self.module, self.module.training
-        passes = [Pass(_given(next(contents)), self.device) for _ in range(count)]
+        passes = [Pass(_reading(next(contents)), self.device) for _ in range(count)]
         self._require_as_many(count)
         total, sent = torch.zeros((), dtype=torch.float64, device=self.device), []
         outputs: Any = None
@@ -182,7 +200,7 @@ class PipelineAdapter(Fsdp2Adapter):
         module.eval()
         try:
             with torch.no_grad():
-                for (number, now), stage in product(enumerate(passes), self._stages):
+                for number, stage in product(range(count), self._stages):
                     if stage.stage_index - 1 in self._cut.stages:
                         stage.set_local_fwd_input(outputs, number)
                     else:
@@ -191,7 +209,7 @@ class PipelineAdapter(Fsdp2Adapter):
                     if stage.stage_index + 1 not in self._cut.stages:
                         sent += _posted(stage.get_fwd_send_ops(number))
                     if stage.is_last:
-                        total += self._loss_fn(outputs, now.take_labels()).detach().reshape(()).double() / count
+                        total += outputs.detach().reshape(()).double() / count
             _wait(sent)
             for stage in self._stages:
                 stage.end()
@@ -227,7 +245,7 @@ def _rounded(cut: Cut, options: Mapping[str, Any]) -> str:
     )
 
 
-def _given(content: Any) -> Callable[[], Any]:
+def _reading(content: Any) -> Callable[[], Any]:
     return lambda: content
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.stages import balanced, holders, stages_that_fit
+from elastic.engines.fsdp2.pipeline.passes import Arguments, Pass
 from elastic.engines.fsdp2.tensor_parallel import matches
 from elastic.engines.model.pipeline import Pipeline
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters
@@ -40,16 +42,26 @@ class Absent(nn.Module):
         return super().train(mode)
 
 
+# Of the whole model, in their order: the layers, by name, that stay together.
+Row = tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class Cut:
     """What one rank of a pipeline has of the row of layers. `begins`: the first layer of each stage; `holders`: the
-    rank that has it. `tied`: names of parameters that several ranks have, with these, the same on all of them."""
+    rank that has it. `tied`: names of parameters that several ranks have, with these, the same on all of them.
+    `outside`: names of the buffers that are of no layer, which all have."""
 
-    names: tuple[str, ...]
+    row: Row
     begins: tuple[int, ...]
     holders: tuple[int, ...]
     rank: int
     tied: dict[str, tuple[int, ...]]
+    outside: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(chain.from_iterable(self.row))
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -66,29 +78,34 @@ class Cut:
         return tuple(layer for stage in self.stages for layer in self.layers_of(stage))
 
 
-def read_layers(pipeline: Any, model: nn.Module) -> tuple[str, ...]:
+def read_layers(pipeline: Any, model: nn.Module) -> Row:
     """The names of the layers in their order. Raises UsageError for a model that is not a row of them, by name."""
     if not isinstance(pipeline, Pipeline):
         raise UsageError(f"pipeline= of elastic.initialize takes an elastic.Pipeline, not a {type(pipeline).__name__}")
     if any(isinstance(module, Absent) for module in model.modules()):
         raise UsageError("the model was cut into stages before; build it in the training function, whole")
-    if pipeline.layers is None and not isinstance(model, nn.Sequential):
+    said = pipeline.layers
+    if said is None and (pipeline.own_forward or not isinstance(model, nn.Sequential)):
         raise UsageError(
             f"nothing says which layers {type(model).__name__} has, in which order; name them, as "
             'elastic.Pipeline(loss_fn, layers=["embed", "layers.*", "norm", "head"]), or give a torch.nn.Sequential'
         )
     known = [name for name, _ in named_modules(model) if name]
-    if pipeline.layers is None:
-        names = [name for name in known if "." not in name]
-    else:
-        names = [name for pattern in pipeline.layers for name in _matching(pattern, known)]
-    _require_row(names, model)
-    return tuple(names)
+    row: list[tuple[str, ...]] = []
+    for entry in [name for name in known if "." not in name] if said is None else said:
+        if isinstance(entry, str):
+            row += [(name,) for name in _matching(entry, known)]
+        else:
+            row.append(tuple(name for pattern in entry for name in _matching(pattern, known)))
+    if not pipeline.own_forward:
+        _require_one_each(pipeline, row)
+    _require_row(tuple(chain.from_iterable(row)), model, pipeline.own_forward)
+    return tuple(row)
 
 
 def cut(
     pipeline: Pipeline,
-    names: Sequence[str],
+    row: Row,
     model: nn.Module,
     ranks: int,
     rank: int,
@@ -97,31 +114,35 @@ def cut(
 ) -> Cut:
     """Of a whole model, into `stages_per_rank` stages for each of `ranks`, or as many as it has layers for. `back`: see
     `holders`. Raises UsageError for stages that cannot be."""
-    layers = [layer_of(model, name) for name in names]
-    trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
+    own = [list(nn.ModuleList(layer_of(model, name) for name in names).parameters()) for names in row]
+    trained = [any(p.requires_grad for p in parameters) for parameters in own]
     held_by = holders(ranks, stages_that_fit(stages_per_rank, ranks, sum(trained)), back)
     stages = len(held_by)
     said = pipeline.begins.get(stages)
     if said is not None:
-        begins = _said(said, names, stages)
+        begins = _said(said, [names[0] for names in row], stages)
     else:
-        begins = balanced([sum(p.numel() for p in layer.parameters()) for layer in layers], trained, stages)
-    for number, (begin, end) in enumerate(zip(begins, (*begins[1:], len(names)), strict=True)):
+        begins = balanced([sum(p.numel() for p in parameters) for parameters in own], trained, stages)
+    for number, (begin, end) in enumerate(zip(begins, (*begins[1:], len(row)), strict=True)):
         if not any(trained[begin:end]):
+            without = ", ".join(chain.from_iterable(row[begin:end]))
             raise UsageError(
-                f"stage {number} of {stages} has no trained parameters ({', '.join(names[begin:end])}); let another "
-                "layer begin it in elastic.Pipeline(begins=...)"
+                f"stage {number} of {stages} has no trained parameters ({without}); let another layer begin it in "
+                "elastic.Pipeline(begins=...)"
             )
     held: dict[int, set[int]] = {}
-    for number, layer in enumerate(layers):
-        for parameter in layer.parameters():
+    for number, parameters in enumerate(own):
+        for parameter in parameters:
             held.setdefault(id(parameter), set()).add(held_by[sum(begin <= number for begin in begins) - 1])
     tied = {
         name: tuple(sorted(held[id(parameter)]))
         for name, parameter in named_parameters(model)
         if len(held[id(parameter)]) > 1
     }
-    return Cut(tuple(names), tuple(begins), held_by, rank, tied)
+    first = [0, *accumulate(map(len, row))]
+    names = tuple(chain.from_iterable(row))
+    outside = tuple(name for name, _ in named_buffers(model) if _layer_with(name, names) is None)
+    return Cut(row, tuple(first[begin] for begin in begins), held_by, rank, tied, outside)
 
 
 def prune(model: nn.Module, cut: Cut) -> None:
@@ -153,14 +174,14 @@ def put_back(model: nn.Module) -> None:
 def places_of_others(model: nn.Module, cut: Cut) -> list[tuple[nn.Module, str]]:
     """Where the layers of other ranks' stages are, in the whole model: the module, and the name in it."""
     layers = frozenset(cut.own)
-    return [_parent(model, name) for number, name in enumerate(cut.names) if number not in layers]
+    return [parent_of(model, name) for number, name in enumerate(cut.names) if number not in layers]
 
 
-def layers_by_name(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """In which layers, by number, each parameter is that this rank has, those of other ranks included."""
+def layers_by_name(model: nn.Module, row: Row) -> dict[str, tuple[int, ...]]:
+    """In which elements of the row, by number, each parameter is that this rank has, those of other ranks included."""
     found: dict[int, set[int]] = {}
     for name, parameter in named_parameters(model, remove_duplicate=False):
-        own = {number for number, layer in enumerate(names) if name.startswith(f"{layer}.")}
+        own = {number for number, names in enumerate(row) if _layer_with(name, names) is not None}
         found.setdefault(id(parameter), set()).update(own)
     return {name: tuple(sorted(found[id(parameter)])) for name, parameter in named_parameters(model)}
 
@@ -182,6 +203,10 @@ class Chain:
         """The layers of the stage."""
         return [layer for _, layer in self._layers[self.stage]]
 
+    def given(self, now: Pass, received: tuple[torch.Tensor, ...]) -> Arguments:
+        """What the model is called with next, for a micro-batch of which the stage before has sent this."""
+        return received or now.take_inputs(), {}
+
     def __call__(self, *inputs: Any) -> Any:
         output: Any = None
         for number, layer in self._layers[self.stage]:
@@ -194,13 +219,13 @@ class Chain:
 
 def layer_of(model: nn.Module, name: str) -> nn.Module:
     """The module that is called, which torch.compile may have wrapped."""
-    parent, leaf = _parent(model, name)
+    parent, leaf = parent_of(model, name)
     found = parent._modules[leaf]
     assert found is not None
     return found
 
 
-def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     above, _, leaf = name.rpartition(".")
     return dict(named_modules(model))[above], leaf
 
@@ -213,24 +238,43 @@ def _matching(pattern: str, known: Sequence[str]) -> Iterator[str]:
     yield from found
 
 
-def _require_row(names: Sequence[str], model: nn.Module) -> None:
+def _require_one_each(pipeline: Pipeline, row: Sequence[tuple[str, ...]]) -> None:
+    several = next((names for names in row if len(names) > 1), None)
+    if several is not None:
+        raise UsageError(
+            f"elastic.Pipeline: layers has {several} as one element, which only the model's own forward can call "
+            "(own_forward=True); give them one by one"
+        )
+    if pipeline.loss_fn is None:
+        raise UsageError(
+            "elastic.Pipeline: no loss_fn, and without own_forward=True nothing else computes a loss from what the "
+            "last layer gives"
+        )
+
+
+def _require_row(names: Sequence[str], model: nn.Module, own_forward: bool) -> None:
     for number, name in enumerate(names):
         if name in names[:number]:
             raise UsageError(f"elastic.Pipeline: layers names {name!r} twice; a layer is called once")
-        inside = next((other for other in names if name.startswith(f"{other}.")), None)
+        inside = _layer_with(name, names)
         if inside is not None:
             raise UsageError(f"elastic.Pipeline: layers names {inside!r} and {name!r}, which is a part of it")
     inside_of: dict[int, str] = {}
     for name, tensor in named_buffers(model, remove_duplicate=False):
-        layer = next((layer for layer in names if name.startswith(f"{layer}.")), "")
+        layer = _layer_with(name, names) or ""
         if inside_of.setdefault(id(tensor), layer) != layer:
             raise UsageError(f"buffer {name!r} is shared by several layers: give each layer a buffer of its own")
-    for name, _ in (*named_parameters(model, remove_duplicate=False), *named_buffers(model)):
-        if not any(name.startswith(f"{layer}.") for layer in names):
+    buffers = () if own_forward else named_buffers(model)
+    for name, _ in (*named_parameters(model, remove_duplicate=False), *buffers):
+        if _layer_with(name, names) is None:
             raise UsageError(
                 f"{name!r} is of no layer of the pipeline, so that it would not be trained: put it into a module that "
                 "elastic.Pipeline(layers=...) names"
             )
+
+
+def _layer_with(name: str, layers: Sequence[str]) -> str | None:
+    return next((layer for layer in layers if name.startswith(f"{layer}.")), None)
 
 
 def _said(said: Sequence[str], names: Sequence[str], stages: int) -> tuple[int, ...]:

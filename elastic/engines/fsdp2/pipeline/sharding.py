@@ -16,7 +16,8 @@ from elastic.engines.fsdp2.belongings import is_released
 from elastic.engines.fsdp2.config import BACK
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
-from elastic.engines.fsdp2.pipeline.layers import Cut, cut, places_of_others, prune
+from elastic.engines.fsdp2.pipeline.layers import Cut, Row, cut, places_of_others, prune
+from elastic.engines.fsdp2.pipeline.own_forward import require_callable
 from elastic.engines.fsdp2.pipeline.tied import Groups, groups_of_tied, require_alike
 from elastic.engines.fsdp2.sharding import FirstValues, move, require_shardable, shard_units, units
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
@@ -26,7 +27,7 @@ from elastic.engines.model.pipeline import Pipeline
 def shard_stage(
     model: torch.nn.Module,
     pipeline: Pipeline,
-    names: Sequence[str],
+    row: Row,
     options: Mapping[str, Any],
     device: torch.device,
     begins: bool,
@@ -47,7 +48,9 @@ def shard_stage(
     if isinstance(model, FSDPModule):
         raise UsageError("the script has called fully_shard itself, and a pipeline is cut before that: leave it out")
     back, each = options["pipeline_schedule"] in BACK, options["pipeline_stages_per_rank"]
-    found = cut(pipeline, names, model, mesh.pp, mesh.stage(dist.get_rank()), each, back)
+    if pipeline.own_forward:
+        require_callable(model, row)
+    found = cut(pipeline, row, model, mesh.pp, mesh.stage(dist.get_rank()), each, back)
     if not is_released(model):
         require_shardable(model)
     # Before it is on a device: the whole model need not fit there.

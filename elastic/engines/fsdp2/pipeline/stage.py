@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from elastic.core.errors import UsageError
-from elastic.engines.fsdp2.pipeline.passes import Pass
+from elastic.engines.fsdp2.pipeline.passes import Arguments, Pass
 
 # Of a message that tells shapes: as many tensors as a stage may give, each with as many dimensions.
 _TENSORS, _DIMS = 16, 8
@@ -42,10 +42,11 @@ class Shape:
 
 
 class Stage(PipelineStage):
-    """`entering` is called with its number and a micro-batch before each forward pass, which `module` computes then: it
-    is that of all of the rank's stages. `holders`: the rank of `group` that has each stage. `weights_later`: of a
-    schedule that computes their gradients later than those of inputs. `passes` are the micro-batches at hand.
-    `computed_s` are the seconds of the thread that went into passes since `begin`."""
+    """`module` is that of all of the rank's stages, and computes this one's pass once `entering` was called with its
+    number, a micro-batch, and what the stage before has sent; it gives what to call the module with. What the module
+    gives the last stage, `loss_of` gets with the micro-batch. `holders`: the rank of `group` that has each stage.
+    `weights_later`: of a schedule that computes their gradients later than those of inputs. `passes` are the
+    micro-batches at hand. `computed_s` are the seconds of the thread that went into passes since `begin`."""
 
     def __init__(
         self,
@@ -54,14 +55,15 @@ class Stage(PipelineStage):
         holders: Sequence[int],
         device: torch.device,
         group: dist.ProcessGroup,
-        entering: Callable[[int, Pass], None],
+        entering: Callable[[int, Pass, tuple[torch.Tensor, ...]], Arguments],
+        loss_of: Callable[[Pass, Any], Any],
         weights_later: bool = False,
     ) -> None:
         super().__init__(module, index, len(holders), device, group=group)
         self.stage_index_to_group_rank = dict(enumerate(holders))
         self.passes: Sequence[Pass] = ()
         self.computed_s = 0.0
-        self._entering, self._weights_later = entering, weights_later
+        self._entering, self._loss_of, self._weights_later = entering, loss_of, weights_later
         # What comes in and goes out, by number of samples; and of the micro-batches under way.
         self._incoming: dict[int, tuple[Shape, ...]] = {}
         self._outgoing: dict[int, tuple[Shape, ...]] = {}
@@ -128,14 +130,16 @@ class Stage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        now = self.passes[fwd_chunk_id]
         with self.computing():
-            self._entering(self.stage_index, now)
-            inputs = now.take_inputs() if self.is_first else ()
-            return super().forward_one_chunk(fwd_chunk_id, inputs, save_forward_output=False)
+            self._now = self.passes[fwd_chunk_id]
+            return super().forward_one_chunk(fwd_chunk_id, (), save_forward_output=False)
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def forward_maybe_with_nosync(self, *received: Any, **_: Any) -> Any:
+        inputs, named = self._entering(self.stage_index, self._now, received)
+        output = super().forward_maybe_with_nosync(*inputs, **named)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            # Here, since torch takes what a stage gives for tensors.
+            output = self._loss_of(self._now, output)
         # torch detaches in place what it has the gradients of inputs of, and a view does not let it.
         return tree_map_only(torch.Tensor, _no_view, output) if self._weights_later else output
 
