@@ -117,11 +117,10 @@ def train_on_parts(config: dict[str, Any]) -> None:
     _train(config, loss_of)
 
 
-# The layers of its families, in the order in which they call them.
+# The layers of families without a plan, in the order in which they call them.
 ROWS: dict[str, Any] = {
     "GPT2": [("transformer.wte", "transformer.wpe"), "transformer.h.*", ("transformer.ln_f", "lm_head")],
 }
-ROW = ["model.embed_tokens", "model.layers.*", "model.norm", "lm_head"]
 
 
 def train_in_stages(config: dict[str, Any]) -> None:
@@ -144,9 +143,10 @@ def train_in_stages(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
     given = trainings.of_engine(config, optimizer)
     given["config"] |= config.get("native", {})
-    row = ROWS.get(config["family"], ROW)
+    row = ROWS.get(config["family"])
     if config.get("adapters"):
-        row = [f"base_model.model.{name}" for name in row]
+        row = ["embed_tokens", "layers.*", "norm"]
+        row = [*(f"base_model.model.model.{name}" for name in row), "base_model.model.lm_head"]
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=texts(config),

@@ -71,18 +71,20 @@ def model_of(**does: Any) -> Model:
     return Model(**does)
 
 
-def stages_of(pipeline: Pipeline, ranks: int, per_rank: int = 1, **does: Any) -> list[tuple[Model, OwnForward]]:
+def stages_of(
+    pipeline: Pipeline, ranks: int, per_rank: int = 1, make: Callable[..., Any] = model_of, **does: Any
+) -> list[tuple[Any, OwnForward]]:
     """Each stage's model, of the rank that has it, and what it calls."""
     found = []
     for rank in range(ranks):
-        model = model_of(**does)
+        model = make(**does)
         own = cut(pipeline, read_layers(pipeline, model), model, ranks, rank, per_rank)
         prune(model, own)
         found.append((model, OwnForward(model, own, model.forward, pipeline.loss_fn is None)))
     return [found[stage % ranks] for stage in range(ranks * per_rank)]
 
 
-def called(stages: list[tuple[Model, OwnForward]], content: Any, step: Any = None) -> tuple[Any, list[int]]:
+def called(stages: list[tuple[Any, OwnForward]], content: Any, step: Any = None) -> tuple[Any, list[int]]:
     """What the last stage gives, and the numbers of the layers, as they were called."""
     numbers: list[int] = []
     given: tuple[Any, ...] = ()

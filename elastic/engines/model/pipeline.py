@@ -19,9 +19,9 @@ class Pipeline:
 
     With `own_forward` each stage calls the model's own `forward` with the whole micro-batch, in which the layers of
     other stages are passed over. `layers` are then named in the order in which it calls them; several that are to be in
-    one stage are one element, as ("embed", "places"). From stage to stage travels the first argument of the layer that
-    the next one begins with. Without `loss_fn` the model gives the mean loss: as a number, as `.loss`, or as the only
-    number of a tuple.
+    one stage are one element, as ("embed", "places"); None for the plan that a model of transformers has. From stage to
+    stage travels the first argument of the layer that the next one begins with. Without `loss_fn` the model gives the
+    mean loss: as a number, as `.loss`, or as the only number of a tuple.
     """
 
     loss_fn: Callable[[Any, Any], Any] | None = None

@@ -114,7 +114,7 @@ def require_pipeline(model: Any, pp: int, streams: bool, engine: str, pipeline: 
     if engine == "fsdp2" and pipeline is None:
         raise UsageError(
             f"{mesh} needs pipeline=elastic.Pipeline(loss_fn, layers=[...]) in elastic.initialize, which says what the "
-            "layers are"
+            "layers are, with own_forward=True where the model's own forward is to call them"
         )
     # By its name: which library it is of is the engine's business.
     if engine != "fsdp2" and not any(each.__name__ == "PipelineModule" for each in type(model).__mro__):

@@ -84,7 +84,7 @@ def read_layers(pipeline: Any, model: nn.Module) -> Row:
         raise UsageError(f"pipeline= of elastic.initialize takes an elastic.Pipeline, not a {type(pipeline).__name__}")
     if any(isinstance(module, Absent) for module in model.modules()):
         raise UsageError("the model was cut into stages before; build it in the training function, whole")
-    said = pipeline.layers
+    said = _planned(model) if pipeline.layers is None and pipeline.own_forward else pipeline.layers
     if said is None and (pipeline.own_forward or not isinstance(model, nn.Sequential)):
         raise UsageError(
             f"nothing says which layers {type(model).__name__} has, in which order; name them, as "
@@ -228,6 +228,13 @@ def layer_of(model: nn.Module, name: str) -> nn.Module:
 def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     above, _, leaf = name.rpartition(".")
     return dict(named_modules(model))[above], leaf
+
+
+def _planned(model: nn.Module) -> list[str] | None:
+    """The layers of a model of transformers, by its plan: in its order, but that the head's comes first in it."""
+    plan, base = getattr(model, "_pp_plan", None) or (), f"{getattr(model, 'base_model_prefix', '')}."
+    names = sorted(plan, key=lambda name: not name.startswith(base))
+    return [f"{name}.*" if isinstance(model.get_submodule(name), nn.ModuleList) else name for name in names] or None
 
 
 def _matching(pattern: str, known: Sequence[str]) -> Iterator[str]:
