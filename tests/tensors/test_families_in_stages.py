@@ -51,7 +51,7 @@ PLAIN = [
 ]  # fmt: skip
 # By what their configurations need besides.
 PLANNED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(PLAIN, {}),
+    **{name: {} for name in PLAIN},
     "DeepseekV3": LATENT,
     "GptOss": {"num_local_experts": 4},
     "Mixtral": {"num_local_experts": 4},
