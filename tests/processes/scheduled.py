@@ -48,6 +48,11 @@ def trains(config: dict[str, Any]) -> None:
                     dist.all_reduce(mean, group=group)
                 if over and has.get("evaluates") == "within":
                     _evaluate(config, engine, data, group)
+        if has.get("evaluates") == "between":
+            with elastic.step():
+                _evaluate(config, engine, data, group)
+            if not elastic.get_context().abandoned:
+                crew.told.setdefault("evaluated", []).append(elastic.get_context().step)
         if has.get("evaluates") is True:
             _evaluate(config, engine, data, group)
     crew.told["made"] = made

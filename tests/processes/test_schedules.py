@@ -140,6 +140,29 @@ def test_any_schedule_of_steps_that_are_left_where_they_fail(crew: Crew, tmp_pat
     assert_as_undisturbed(crew, tmp_path, draw, engine, has, parts)
 
 
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 24))])
+def test_any_schedule_of_evaluations_between_epochs(crew: Crew, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    engine, has = draw.choice(ENGINES), {**function_of(draw), "strict": True, "evaluates": "between", "epochs": True}
+    parts = schedule_of(draw, [*WHERE, "evaluation", "evaluation", "evaluation", "evaluation"])
+    assert_as_undisturbed(crew, tmp_path, draw, engine, has, parts)
+
+
+@pytest.mark.parametrize("step", [4, LAST_STEP])
+@pytest.mark.parametrize("engine", [{"stage": 1}, {"stage": 3}, {"engine": "fsdp2"}], ids=["stage1", "stage3", "fsdp2"])
+def test_an_evaluation_between_epochs_is_made_again(
+    crew: Crew, tmp_path: Path, engine: dict[str, Any], step: int
+) -> None:
+    """In the loop that was there: its epoch is given again, with what is left of its steps."""
+    has = {"asks": "no", "strict": True, "evaluates": "between", "epochs": True}
+    parts = [Part((0, 1, 2), lost=(1, step, "evaluation")), Part((2, 1, 0))]
+    outcomes = assert_as_undisturbed(crew, tmp_path, random.Random(0), engine, has, parts)
+    told = {number: outcome.told for number, outcome in zip((2, 1, 0), outcomes, strict=True)}
+    assert (told[0]["calls"], told[2]["calls"]) == (1, 1)
+    assert told[0]["evaluated"] == told[2]["evaluated"] == [4, LAST_STEP]
+    assert told[1]["evaluated"] == [each for each in (4, LAST_STEP) if each >= step], "the one in place of the lost one"
+
+
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 def test_any_schedule_of_transformers_trainer(crew: Crew, tmp_path: Path, seed: int) -> None:
     """Every line of its log, on every rank."""
@@ -218,13 +241,15 @@ def assert_as_one_rank(
 
 def assert_as_undisturbed(
     crew: Crew, tmp_path: Path, draw: random.Random, engine: dict[str, Any], has: dict[str, Any], parts: list[Part]
-) -> None:
+) -> list[Any]:
+    """Returns what the members of the last generation came to."""
     config: dict[str, Any] = {**engine, "dropout": 0.1, "has": has}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "engine": _engine(engine), "checkpoint_every_steps": 1}
     outcomes, _ = through(crew, tmp_path / "moved", draw, FUNCTION, config, parts, more)
     crew.settle()
     still = _undisturbed(crew, tmp_path / "still", {**engine, "dropout": 0.1}, 2)
     assert _distance(still.state, Run(tmp_path / "moved", [outcomes]).state) <= 16 * FLOOR
+    return outcomes
 
 
 def through(

@@ -55,8 +55,8 @@ class ElasticLoader:
         self.open(scope, steps, reader)
         # The epoch of the next iteration: how many epochs the iterations of this function have used up.
         self._next_epoch = 0
-        # Finished steps of the run at the end of the epoch before that.
-        self._epoch_ended = 0
+        # Finished steps of the run at the end of the epoch before that, and of the one before.
+        self._epoch_ended = self._ended_before = 0
         # The last iteration was left before it was told that its epoch is over.
         self._left_early = False
         self._empty_in_a_row = 0
@@ -152,6 +152,15 @@ class ElasticLoader:
         """May the run, after `step` finished steps that were made without this loop, be in a later epoch than that?"""
         return self.plan.finite is not None or self.plan.epoch(step) > self._next_epoch
 
+    def again(self, epoch: int) -> bool:
+        """Was what the script does after the steps of `epoch` left, since a peer was lost in it? The run goes on then,
+        in its next generation, and that epoch is not over."""
+        if self._in_loop is None or not self._scope.broken:
+            return False
+        self._next_epoch, self._epoch_ended = epoch, self._ended_before
+        self._staying(self._still_here)
+        return True
+
     def epochs(self) -> Iterator[Iterator[Any]]:
         """One iterable per epoch that is left, each to be used up before the next is asked for."""
         for _ in elapsing_epochs(self):
@@ -192,7 +201,7 @@ class ElasticLoader:
             self.on_its_own()
         self._next_epoch, self._left_early = epoch + 1, False
         if self.given > given:
-            self._epoch_ended = self._scope.step
+            self._ended_before, self._epoch_ended = self._epoch_ended, self._scope.step
         if self.finished:
             self._end()
         elif epoch == 0 and self._scope.step == began:
@@ -217,6 +226,10 @@ class ElasticLoader:
                 if self._in_loop is None:
                     raise
                 self._in_loop.recover(error)
+
+    def _still_here(self) -> bool:
+        self._scope.check()
+        return True
 
     def _over_and_finished(self) -> bool:
         if self._steps.over:
@@ -280,9 +293,9 @@ class StepBatches:
 def elapsing_epochs(loader: ElasticLoader, count: int | None = None) -> Iterator[int]:
     """The number of each epoch that is left, below `count` and up to the end of the run.
 
-    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over, and
-    for a `count` where there are no epochs. The
-    run is finished when the epoch after its last one is asked for.
+    An epoch whose iteration was left early is given again, and so is one after whose steps `with elastic.step():` was
+    left since a peer was lost. Raises UsageError for one that was not iterated over, and for a `count` where there are
+    no epochs. The run is finished when the epoch after its last one is asked for.
     """
     if count is not None and loader.plan.endless:
         raise UsageError(
@@ -294,8 +307,11 @@ def elapsing_epochs(loader: ElasticLoader, count: int | None = None) -> Iterator
         while not loader.ended_run() and (count is None or loader.epoch < count):
             before, epoch = loader.given, loader.begin_epoch()
             yield epoch
+            given_again = loader.again(epoch)
             # A worker that joins begins in this epoch, too: what came after its steps is done by all.
             loader.on_its_own()
+            if given_again:
+                continue
             loader.step_loop.require_between_batches()
             if loader.given == before and not loader.step_loop.over:
                 raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
