@@ -53,6 +53,8 @@ def through(
         pytest.param({"stage": 2, "model": BIASED}, id="stage2-biases", marks=SLOW),
         pytest.param({"engine": "fsdp2", "model": BIASED, "eps": EPS}, id="fsdp2-biases", marks=SLOW),
         pytest.param({"engine": "fsdp2", "family": "Phi3"}, id="fsdp2-phi3", marks=SLOW),
+        # The gradient of its keys' bias is rounding.
+        pytest.param({"engine": "fsdp2", "family": "GPT2", "eps": EPS, "in_loop": True}, id="fsdp2-gpt2"),
         # Its norms make gradients so small that Adam, with its usual small number, carries their rounding into weights.
         pytest.param({"engine": "fsdp2", "family": "Olmo2", "eps": 1e-4}, id="fsdp2-olmo2", marks=SLOW),
     ],
@@ -65,7 +67,9 @@ def test_llama_with_shared_layers_equals_one_rank_with_whole_ones(
     whole = through(crew, tmp_path / "whole", config, WHOLE)
     moved = through(crew, tmp_path / "moved", config, MOVED, tp=2)
     assert cells.left(crew) <= {cells.STOOD_BY}
-    assert moved.shapes[0]["model.layers.1.self_attn.o_proj.weight"] == (16, 8), "half of it"
+    halved = {"GPT2": ("transformer.h.1.attn.c_proj.weight", (8, 16))}.get(config["family"])
+    name, shape = halved or ("model.layers.1.self_attn.o_proj.weight", (16, 8))
+    assert moved.shapes[0][name] == shape, "half of it"
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
     assert_every_sample_once(moved)
@@ -99,7 +103,6 @@ def alone(indices: Sequence[int]) -> list[float]:
     ("config", "said"),
     [
         ({"family": "GPT2", "stage": 1}, "'transformer.h.0.attn.c_attn' of GPT2LMHeadModel is a Conv1D"),
-        ({"family": "GPT2", "engine": "fsdp2"}, "'transformer.h.0.attn.c_attn' of GPT2LMHeadModel is a Conv1D"),
         (
             {"family": "Phi3", "stage": 1},
             "AutoTP refuses this model or its configuration: HuggingFace tp_plan contains",

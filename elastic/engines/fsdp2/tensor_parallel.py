@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.core.sharding.cuts import Cut
+from elastic.engines.fsdp2 import conv1d
 from elastic.engines.fsdp2.meshes import cut_of
 from elastic.engines.model.cuts import Cuts, Whole
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, plain
-from elastic.engines.model.shared_layers import heads_of, is_fused, refuse_split_heads, refuse_transposed
+from elastic.engines.model.shared_layers import heads_of, is_conv1d, is_fused, refuse_split_heads
 
 # Module names and what is done with them, in the order in which it is.
 Plan = tuple[tuple[str, ParallelStyle], ...]
@@ -62,10 +63,10 @@ def read_plan(given: Any, model: nn.Module, *sizes: int, experts: Collection[str
     Raises UsageError where there is none, and for a pattern or a style that cannot be honoured, by name.
     """
     own, tp = given is None, max(sizes)
-    if own and tp > 1:
-        refuse_transposed(model, tp)
     if own:
         given = getattr(model, "_tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if own and not given and any(is_conv1d(module) for module in model.modules()):
+        given = conv1d.PLAN
     if isinstance(given, ParallelStyle):
         given = {"": given}
     if not given or not isinstance(given, Mapping):
@@ -102,8 +103,9 @@ def read_plan(given: Any, model: nn.Module, *sizes: int, experts: Collection[str
 
 
 def is_known(plan: Plan) -> bool:
-    """Are all styles torch's own? What others leave on a module cannot be taken off it."""
-    return all(type(style).__module__ == ParallelStyle.__module__ for _, style in plan)
+    """Are all styles torch's own, or like them? What others leave on a module cannot be taken off it."""
+    own = (ParallelStyle.__module__, conv1d.__name__)
+    return all(type(style).__module__ in own for _, style in plan)
 
 
 def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh, stage: bool = False) -> None:
@@ -191,13 +193,12 @@ def _style(style: Any, name: str, modules: Mapping[str, nn.Module]) -> ParallelS
             f"tp_plan: {name!r} holds several projections, and a rank would have the rows of one and not of another: "
             "make each a module of its own, or gather its output (output_layouts=Replicate())"
         )
-    found: ParallelStyle = style
-    return found
+    return conv1d.for_module(style, modules[name])
 
 
 def _is_cut(style: ParallelStyle) -> bool:
     """Does what follows get this rank's part of the output?"""
-    return type(style) is ColwiseParallel and style.output_layouts != (Replicate(),)
+    return isinstance(style, ColwiseParallel) and style.output_layouts != (Replicate(),)
 
 
 def _first(names: Mapping[str, Any]) -> str:

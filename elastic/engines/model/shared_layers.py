@@ -43,16 +43,17 @@ def refuse_transposed(model: torch.nn.Module, tp: int) -> None:
     They are [input, output] and not [output, input]: who takes them for linear layers cuts the other dimension, which a
     square one does not tell. The projections of attention are in one of them.
     """
-    found = next((name for name, module in named_modules(model) if _is_conv1d(module)), None)
+    found = next((name for name, module in named_modules(model) if is_conv1d(module)), None)
     if found is not None:
         raise UsageError(
-            f"{described(1, tp)}: {found!r} of {type(model).__name__} is a Conv1D of transformers, with query, key and "
-            "value in one matrix, which is not cut; share a model's layers that has a linear layer for each (Llama's, "
-            "say), or this one's weights by zero_optimization.stage: 3 or engine: fsdp2, without mesh.tp"
+            f"{described(1, tp)}: {found!r} of {type(model).__name__} is a Conv1D of transformers, which AutoTP would "
+            "take for a linear layer; share its layers with engine: fsdp2, or partition its weights without mesh.tp "
+            "(zero_optimization.stage: 3)"
         )
 
 
-def _is_conv1d(module: Any) -> bool:
+def is_conv1d(module: Any) -> bool:
+    """Is it transformers' layer with a matrix [input, output]?"""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
