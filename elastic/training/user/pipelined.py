@@ -120,7 +120,8 @@ def require_pipeline(model: Any, pp: int, streams: bool, engine: str, pipeline: 
     if engine != "fsdp2" and not any(each.__name__ == "PipelineModule" for each in type(model).__mro__):
         raise UsageError(
             f"{mesh} needs a deepspeed.pipe.PipelineModule, which says what the layers are; this model is a "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}. With engine: fsdp2 stages call a model's own forward "
+            "(elastic.Pipeline(own_forward=True))"
         )
     if streams:
         raise UsageError(f"streams and {mesh} are not supported together: give a map-style dataset")
