@@ -261,6 +261,9 @@ def assert_survivors_go_on(
         ({"no pipeline": True}, "mesh: {pp: 2} needs pipeline=elastic.Pipeline(loss_fn, layers=[...])"),
         pytest.param({"stray": True}, "'scale' is of no layer of the pipeline", marks=SLOW),
         pytest.param(
+            {"fsdp2": {"shard": ["ModuleList"]}}, "shard names ModuleList, which has layers of the pipeline", marks=SLOW
+        ),
+        pytest.param(
             {"fsdp2": {"pipeline_schedule": "zigzag"}}, "pipeline_schedule must be 1F1B or GPipe or", marks=SLOW
         ),
     ],

@@ -50,7 +50,13 @@ class Model(nn.Module):
             if self.does.get("changes"):
                 self.turns += 1
             x = x * 1.5
-        x = self.head(self.norm(x + first if self.does.get("adds") else x)) / 2
+        assert self.does.get("adds") or x.dtype == self.words.weight.dtype
+        x = self.norm(x + first if self.does.get("adds") else x)
+        if self.does.get("takes"):
+            x = x + nn.functional.linear(x, self.blocks[0].inner.weight)
+        if self.does.get("calls a part"):
+            x = x + self.blocks[0].inner(x)
+        x = self.head(x) / 2
         if labels is None:
             return x
         loss = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
@@ -125,6 +131,28 @@ def test_a_loss_of_ones_own_is_given_what_the_model_gives() -> None:
         assert torch.equal(found, model_of()(WORDS))
 
 
+def test_a_head_by_the_embeddings_weight_needs_a_module_that_shares_it() -> None:
+    """Where one does, the embedding has it in its place, on the rank that has the head alone."""
+
+    class Shared(Model):
+        def __init__(self, **does: Any) -> None:
+            super().__init__(**does)
+            self.head.weight = self.words.weight
+
+        def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            x = self.words(words) + self.places(torch.arange(words.shape[1]))
+            for block in self.blocks:
+                x = block(x, self.turns)
+            return self.head(x) + nn.functional.linear(self.norm(x), self.words.weight)
+
+    def made(**_: Any) -> Shared:
+        torch.manual_seed(1)
+        return Shared()
+
+    found, _ = called(stages_of(pipeline(loss_fn=lambda *_: None), 2, make=made), (WORDS, WORDS))
+    assert torch.equal(found, made()(WORDS))
+
+
 def test_the_model_is_as_it_was_after_a_call_that_fails() -> None:
     (model, forward), _ = stages_of(pipeline(), 2)
     before = dict(model.named_modules())
@@ -148,6 +176,8 @@ TRAINS: Any = SimpleNamespace(samples=None)
         ({"skips": 3}, "layer 'blocks.3' was not called before the end of its forward"),
         ({"skips": 2}, "layer 'blocks.2' was not called before 'blocks.3', which comes later"),
         ({"passes on": True}, "layer 'blocks.2' begins a stage, and is given other tensors besides its first argument"),
+        ({"takes": True}, "gives NaN in stage 1, and has asked for blocks.0.inner.weight, words.weight, of"),
+        ({"calls a part": True}, "layer 'blocks.0' is not called as a whole: 'inner' of it is"),
         ({"changes": True}, "the model's forward has changed the buffer 'turns', which is of no layer"),
         ({"checkpoints": "reentrant"}, "layer 'blocks.0' is called without gradients: a checkpoint around its call"),
     ],

@@ -1,9 +1,10 @@
 """A model's own `forward`, called by each stage of a pipeline, of which it computes the stage's layers.
 
 In the place of each named layer there is, for the time of a call, one that knows which it is. Layers of earlier stages
-give NaN in the shape of what the stage before has sent, so that what a model uses of them besides shows. The stage's
-first layer gets what was sent in the place of its first argument. The first layer of the next stage ends the call, and
-its first argument is what is sent.
+give NaN in the shape of what the stage before has sent, and so do parameters of layers that this rank has not, so that
+what a model uses of them besides shows. (torch 2.13 multiplies by a matrix on the meta device without a word.) The
+stage's first layer gets what was sent in the place of its first argument. The first layer of the next stage ends the
+call, and its first argument is what is sent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from elastic.core.errors import UsageError
-from elastic.engines.fsdp2.pipeline.layers import Cut, Row, parent_of
+from elastic.engines.fsdp2.pipeline.layers import Absent, Cut, Row, parent_of
 from elastic.engines.fsdp2.pipeline.passes import Arguments, Pass
 
 
@@ -30,6 +31,8 @@ class OwnForward:
         self._layers = [_found(parent, leaf) for parent, leaf in self._places]
         self._called: list[int] | None = None
         self._looked_at: set[int] = set()
+        # Parameters of other ranks' layers that the model has asked for, in this call.
+        self._taken: list[str] = []
         self.stage = cut.stages[0]
         self.before: Callable[[int], None] | None = None
         # Of the call at hand.
@@ -60,6 +63,7 @@ class OwnForward:
                     raise self._wrong(own.stop, "was not called by the model's forward")
                 if self._gives_loss:
                     output = _loss_in(output, self._model)
+            self._require_none_taken(output)
         for (name, before), version in zip(outside, versions, strict=True):
             if self._model.get_buffer(name) is not before or before._version != version:
                 raise UsageError(
@@ -69,9 +73,11 @@ class OwnForward:
         self._looked_at.add(self.stage)
         return output
 
-    def reached(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The model calls a layer."""
+    def reached(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any], part: str) -> Any:
+        """The model calls a layer, or a `part` of one that this rank has not."""
         own, called = self._cut.layers_of(self.stage), self._called
+        if part:
+            raise self._wrong(number, f"is not called as a whole: {part.rstrip('.')!r} of it is; name what is called")
         if called is None:
             raise self._wrong(
                 number,
@@ -89,11 +95,18 @@ class OwnForward:
             raise self._wrong(own.stop, f"was not called before {self._cut.names[number]!r}, which comes later")
         raise _Reached(self._sent(number, inputs, named))
 
+    def taken(self, number: int, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """What the model gets of a parameter of a layer that this rank has not."""
+        self._taken.append(f"{self._cut.names[number]}.{name}")
+        device = self._received[0].device if self._received else parameter.device
+        nothing = torch.full((), float("nan"), device=device, dtype=parameter.dtype)
+        return nothing.expand(parameter.shape)
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        self._called = []
+        self._called, self._taken = [], []
         try:
             for number, (parent, leaf) in enumerate(self._places):
                 parent._modules[leaf] = _Watched(self, number, self._layers[number])
@@ -147,6 +160,18 @@ class OwnForward:
                 "earlier stages (they have NaN here): let another layer begin it in elastic.Pipeline(begins=...)",
             )
 
+    def _require_none_taken(self, output: Any) -> None:
+        """Sizes and types of a parameter may be asked for; in a stage's first pass it shows whether that was all."""
+        if not self._taken or self.stage in self._looked_at:
+            return
+        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        if any(bool(each.isnan().any()) for each in tensors):
+            raise UsageError(
+                f"elastic.Pipeline(own_forward=True): the model's forward gives NaN in stage {self.stage}, and has "
+                f"asked for {', '.join(sorted(set(self._taken)))}, of another rank's layer: give the model a module "
+                "for it with the same parameter (head.weight = embed.weight), which is trained as one, and name it"
+            )
+
     def _next(self, begin: int) -> Sequence[int]:
         """The layers that stay with this one, and so may be called first."""
         first = 0
@@ -189,19 +214,29 @@ class _Reached(BaseException):
 
 
 class _Watched(nn.Module):
-    """In a layer's place. What is asked of it besides is the layer's."""
+    """In the place of a layer, or of a part of one that another rank has. What else is asked of it is the layer's."""
 
-    def __init__(self, forward: OwnForward, number: int, layer: nn.Module) -> None:
+    def __init__(self, forward: OwnForward, number: int, layer: nn.Module, part: str = "") -> None:
         super().__init__()
         # In a tuple it is no part of this module.
-        self.elastic_watched = (forward, number, layer)
+        self.elastic_watched = (forward, number, layer, part)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["elastic_watched"][2], name)
+        forward, number, layer, part = self.__dict__["elastic_watched"]
+        # What it shares with a layer that is here, it has in its place.
+        elsewhere = isinstance(layer, Absent) and layer.elastic_layer and name not in layer._parameters
+        found = getattr(layer.elastic_layer[0] if elsewhere else layer, name)
+        if isinstance(found, torch.Tensor) and found.is_meta:
+            return forward.taken(number, part + name, found)
+        return _Watched(forward, number, found, f"{part}{name}.") if _is_elsewhere(found) else found
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        forward, number, _ = self.elastic_watched
-        return forward.reached(number, inputs, named)
+        forward, number, _, part = self.elastic_watched
+        return forward.reached(number, inputs, named, part)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(parameter.is_meta for parameter in value.parameters())
 
 
 def _found(parent: nn.Module, leaf: str) -> nn.Module:

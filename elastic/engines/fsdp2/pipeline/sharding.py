@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from elastic.engines.fsdp2.belongings import is_released
 from elastic.engines.fsdp2.config import BACK
 from elastic.engines.fsdp2.experts import share
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
-from elastic.engines.fsdp2.pipeline.layers import Cut, Row, cut, places_of_others, prune
+from elastic.engines.fsdp2.pipeline.layers import Cut, Row, cut, parent_of, places_of_others, prune
 from elastic.engines.fsdp2.pipeline.own_forward import require_callable
 from elastic.engines.fsdp2.pipeline.tied import Groups, groups_of_tied, require_alike
 from elastic.engines.fsdp2.sharding import FirstValues, move, require_shardable, shard_units, units
@@ -56,7 +57,7 @@ def shard_stage(
     # Before it is on a device: the whole model need not fit there.
     first = FirstValues(model, device, begins)
     # Looked for in the whole model: a rank need not have all of them.
-    units(model, options["shard"])
+    _require_none_around(units(model, options["shard"]), model, row)
     others = deferred.Others(model, places_of_others(model, found))
     prune(model, found)
     if not options["cpu_offload"]:
@@ -75,6 +76,17 @@ def shard_stage(
     first.give(meshes, torch.device("cpu") if options["cpu_offload"] else device, others)
     assert meshes.pp is not None
     return meshes, found, groups_of_tied(found, dist.get_process_group_ranks(meshes.pp))
+
+
+def _require_none_around(found: Sequence[torch.nn.Module], model: torch.nn.Module, row: Row) -> None:
+    """What is gathered and freed by calls of its own may have no layers inside, of which one stage calls some."""
+    parents = {parent_of(model, name)[0] for name in chain.from_iterable(row)}
+    for module in found:
+        if module is not model and not parents.isdisjoint(module.modules()):
+            raise UsageError(
+                f"fsdp2: shard names {type(module).__name__}, which has layers of the pipeline inside, and stages have "
+                "some of them: name the layers' classes"
+            )
 
 
 def _present(model: torch.nn.Module, classes: Sequence[str] | None) -> tuple[str, ...] | None:
