@@ -143,16 +143,12 @@ def train_in_stages(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
     given = trainings.of_engine(config, optimizer)
     given["config"] |= config.get("native", {})
-    row = ROWS.get(config["family"])
-    if config.get("adapters"):
-        row = ["embed_tokens", "layers.*", "norm"]
-        row = [*(f"base_model.model.model.{name}" for name in row), "base_model.model.lm_head"]
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=texts(config),
         optimizer=optimizer,
         collate_fn=lambda samples: _named(config, samples),
-        pipeline=elastic.Pipeline(layers=row, **options),
+        pipeline=elastic.Pipeline(layers=ROWS.get(config["family"]), **options),
         **given,
     )
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1

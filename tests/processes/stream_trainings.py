@@ -7,6 +7,7 @@ from typing import Any
 
 import crew
 import torch
+import torch.distributed as dist
 from torch import nn
 from trainings import Small, deepspeed_config, fsdp2_options
 
@@ -85,5 +86,16 @@ def train(config: dict[str, Any]) -> None:
                 else:
                     engine.step()
             elastic.report(epoch=epoch)
+        if config.get("after"):
+            with elastic.step():
+                context = elastic.get_context()
+                if (context.step, context.world_size, "after") == (config.get("at"), 4, config.get("where")):
+                    crew.point("there")
+                    if context.rank == config["victim"]:
+                        crew.stay()
+                dist.all_reduce(torch.ones(1))
+            if elastic.get_context().abandoned:
+                continue
+            crew.told.setdefault("after", []).append(elastic.get_context().step)
         elastic.state["epochs"] = [*elastic.state.get("epochs", ()), epoch]
     crew.told.update(epochs=elastic.state["epochs"])

@@ -160,3 +160,18 @@ def test_a_loop_is_left_where_the_run_goes_back_over_the_end_of_an_epoch(
     assert [outcome.told["calls"] for outcome in outcomes] == [2 if saved < STEPS_PER_EPOCH else 1] * 3
     assert outcomes[0].told["epochs"] == [0, 1]
     assert_read_as_by_one_process(outcomes, saved)
+
+
+@pytest.mark.parametrize("end", [STEPS_PER_EPOCH, LAST_STEP])
+def test_what_comes_after_an_epoch_is_done_again_in_the_loop(crew: Crew, tmp_path: Path, end: int) -> None:
+    """A rank is lost in it, in `with elastic.step():`; nobody knows how long the epoch of a stream is."""
+    config: dict[str, Any] = {"stage": 1, "in_loop": True, "after": True, "url": str(tmp_path)}
+    spec = more(config, checkpoint_every_steps=1)
+    survivors = killed(crew, {**config, "at": end, "victim": 1, "where": "after"}, end - 1, spec)
+    checkpoint = CheckpointStore(config["url"], "run").list()[0].id
+    outcomes = crew.run(survivors, TRAIN, config, checkpoint=checkpoint, **spec)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in outcomes] == [1, 1, 1]
+    assert [outcome.told["after"] for outcome in outcomes] == [[STEPS_PER_EPOCH, LAST_STEP]] * 3
+    assert outcomes[0].told["epochs"] == [0, 1]
+    assert_read_as_by_one_process(outcomes, end - 1)

@@ -231,10 +231,17 @@ def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _planned(model: nn.Module) -> list[str] | None:
-    """The layers of a model of transformers, by its plan: in its order, but that the head's comes first in it."""
-    plan, base = getattr(model, "_pp_plan", None) or (), f"{getattr(model, 'base_model_prefix', '')}."
-    names = sorted(plan, key=lambda name: not name.startswith(base))
-    return [f"{name}.*" if isinstance(model.get_submodule(name), nn.ModuleList) else name for name in names] or None
+    """The layers of a model of transformers, or of the first inside of another, by its plan: in the plan's order, but
+    that the head's comes first in it."""
+    for inside, module in named_modules(model):
+        # Its own: adapters' models have all attributes of theirs.
+        plan, base = vars(module).get("_pp_plan"), f"{getattr(module, 'base_model_prefix', '')}."
+        if plan:
+            names = sorted(plan, key=lambda name: not name.startswith(base))
+            lists = {name for name in names if isinstance(module.get_submodule(name), nn.ModuleList)}
+            whole = [f"{inside}.{name}" if inside else name for name in names]
+            return [f"{full}.*" if name in lists else full for name, full in zip(names, whole, strict=True)]
+    return None
 
 
 def _matching(pattern: str, known: Sequence[str]) -> Iterator[str]:
