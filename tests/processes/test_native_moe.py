@@ -45,14 +45,18 @@ def through(
     parts: Sequence[tuple[Sequence[int], int, int | None]],
     last_step: int = LAST_STEP,
 ) -> Run:
-    """A run in generations of these members, so many of which share experts, each up to its step (None: the end)."""
+    """A run in generations of these members, so many of which share experts, each up to its step (None: the end). With
+    `in_loop` functions stay, but those that stand by over an epoch's end."""
     store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
+    sizes = tuple(sorted({ep for _, ep, _ in parts}))
+    more = {**MORE, "ep_sizes": sizes if len(sizes) > 1 else ()}
     for who, ep, end_at in parts:
         outcomes = crew.run(
-            who, "native_moe.train", {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, ep=ep, **MORE
+            who, "native_moe.train", {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, ep=ep, **more
         )
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or last_step)
         assert all(outcome.clean for outcome in outcomes)
+        assert cells.left(crew) <= {cells.STOOD_BY}
         checkpoint = store.list()[0].id
         generations.append(outcomes)
     return Run(url, generations)
@@ -120,7 +124,7 @@ CASES = [
 @pytest.mark.parametrize("config", CASES)
 def test_a_run_with_shared_experts_equals_one_rank_with_all(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
     """A step's last micro-batch has one sample, and so fewer places for tokens than another rank's has."""
-    config = {**config, "clipping": CLIPPING}
+    config = {**config, "clipping": CLIPPING, "in_loop": True}
     whole = through(crew, tmp_path / "whole", config, [((0,), 1, None)])
     moved = through(crew, tmp_path / "moved", config, WORLDS)
     assert _distance(whole.losses, moved.losses) <= ALLOWED
@@ -142,9 +146,10 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path) -> None:
 
 
 def test_a_rank_is_lost_and_the_run_continues(crew: Crew, tmp_path: Path) -> None:
-    """Rank 1 is killed; rank 2 waits for rank 3 in a layer of experts, and both are released."""
+    """Rank 1 is killed; rank 2 waits for rank 3 in a layer of experts, and both are released. Rank 2 goes on in its
+    loop with all experts, and then with half of them."""
     config = {"stage": 2, "in_loop": True, "url": str(tmp_path / "moved")}
-    more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "ep": 2}
+    more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "ep": 2, "ep_sizes": (1, 2)}
     crew.begin([0, 1, 2, 3], "native_moe.train", {**config, "victims": [0, 1, 3], "at": 4}, **more)
     for number in range(4):
         crew.reached(number, "there")
@@ -159,11 +164,11 @@ def test_a_rank_is_lost_and_the_run_continues(crew: Crew, tmp_path: Path) -> Non
     store = CheckpointStore(str(tmp_path / "moved"), "run")
     assert store.list()[0].step == 4
 
-    shrunk = crew.run([3, 2], "native_moe.train", config, checkpoint=store.list()[0].id, end_at=6, **more)
+    shrunk = crew.run([3, 2], "native_moe.train", config, checkpoint=store.list()[0].id, end_at=6, **{**more, "ep": 1})
     _assert_ended(shrunk, "ended", 6)
-    assert not cells.left(crew)
     grown = crew.run([0, 1, 2, 3], "native_moe.train", config, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
+    assert not cells.left(crew)
 
     whole = through(crew, tmp_path / "whole", {"stage": 2}, [((0,), 1, None)])
     moved = Run(tmp_path / "moved", [shrunk, grown])

@@ -12,6 +12,7 @@ from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
 from elastic.engines.base import UserObjects
 from elastic.engines.deepspeed.experts.native import Counterparts, configured, layers_of, placed
+from elastic.engines.deepspeed.experts.native_placed import obstacle, place_again
 from elastic.engines.deepspeed.experts.native_rules import require_carriable
 from elastic.engines.deepspeed.experts.optimizer import Regrouped, regrouped, require_groups
 from elastic.engines.live_state import TensorSpec
@@ -27,6 +28,7 @@ class MoE(nn.Module):
     def __init__(self, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, alike: bool = True) -> None:
         super().__init__()
         self.ep_size, self.num_local_experts, self.deepspeed_moe = ep_size, num_experts // ep_size, nn.Module()
+        self.num_experts = num_experts
         self.deepspeed_moe.ep_group, self.deepspeed_moe.use_tutel = None, False
         self.deepspeed_moe.experts = nn.Module()
         made = [expert, *(nn.Linear(2, 3 if alike else 4) for _ in range(self.num_local_experts - 1))]
@@ -179,3 +181,71 @@ def test_groups_whose_number_depends_on_who_shares_experts_are_refused() -> None
     require_groups(UserObjects(model, cut), native=True, ep_changes=False)
     other = torch.optim.SGD([{"params": [expert], **more}, {"params": [again], "weight_decay": 0.1, **more}], lr=0.1)
     require_groups(UserObjects(model, other), native=True, ep_changes=True)
+
+
+def test_layers_get_the_experts_of_another_mesh_in_the_groups_of_the_former_ones() -> None:
+    model = Model(ep_size=2)
+    weights, biases = ([p for p in model.parameters() if p.dim() == dims] for dims in (2, 1))
+    among = [{id(p) for p in model.moe.parameters()}]
+    groups = [
+        {"params": [p for p in own if (id(p) in among[0]) == moe], "weight_decay": decay}
+        | ({"moe": True, "name": "ep_size_2"} if moe else {})
+        for own, decay in ((weights, 0.1), (biases, 0.0))
+        for moe in (False, True)
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    objects = UserObjects(model, optimizer)
+    before = list(model.moe.deepspeed_moe.experts.deepspeed_experts)
+    assert obstacle(model, objects) is None
+    assert place_again(model, objects, 2) is objects
+    for ep, count in ((1, 4), (4, 1), (2, 2)):
+        place_again(model, objects, ep)
+        experts = model.moe.deepspeed_moe.experts.deepspeed_experts
+        assert len(experts) == count == model.moe.num_local_experts
+        assert all(one is other for one, other in zip(experts, before[:1], strict=False))
+        assert all(not p.allreduce and p.group_name == f"ep_size_{ep}" for p in experts.parameters())
+        dense, moe, dense_biases, moe_biases = (group["params"] for group in optimizer.param_groups)
+        assert [id(p) for p in moe] == [id(expert.weight) for expert in experts]
+        assert [id(p) for p in moe_biases] == [id(expert.bias) for expert in experts]
+        assert (len(dense), len(dense_biases)) == (2, 2)
+        assert [group.get("name") for group in optimizer.param_groups] == [None, f"ep_size_{ep}"] * 2
+        assert obstacle(model, objects) is None
+    listed = UserObjects(model, None, model_parameters=list(model.parameters()))
+    found = place_again(model, listed, 1).model_parameters
+    assert found is not None
+    assert [id(p) for p in found] == [id(p) for p in model.parameters()]
+
+
+def _hooked(model: Model) -> None:
+    model.moe.deepspeed_moe.experts.deepspeed_experts[1].register_forward_hook(lambda *_: None)
+
+
+def _numbered(model: Model) -> None:
+    for number, expert in enumerate(model.moe.deepspeed_moe.experts.deepspeed_experts):
+        expert.number = number
+
+
+def _apart(model: Model) -> list[Any]:
+    one, other = model.moe.deepspeed_moe.experts.deepspeed_experts
+    rest = [*model.first.parameters(), *one.parameters(), *model.last.parameters()]
+    return [{"params": rest}, {"params": list(other.parameters())}]
+
+
+@pytest.mark.parametrize(
+    ("change", "groups", "said"),
+    [
+        (_hooked, None, "it has put hooks on experts"),
+        (_numbered, None, "it has given the experts of one layer different attributes"),
+        (None, _apart, "its parameter groups have experts of one layer apart, or in another order"),
+        (None, lambda model: list(model.parameters())[::-1], "or in another order than the model has"),
+    ],
+)
+def test_what_cannot_be_placed_for_another_mesh_is_named(change: Any, groups: Any, said: str) -> None:
+    model = Model(ep_size=2)
+    if change is not None:
+        change(model)
+    given = model.parameters() if groups is None else groups(model)
+    objects = UserObjects(model, torch.optim.SGD(given, lr=0.1))
+    assert said in (obstacle(model, objects) or "")
+    with pytest.raises(UsageError, match=f"outside of this generation, for another mesh.ep than 1, and .*{said}"):
+        place_again(model, objects, 1)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.engines.deepspeed.experts.native import are_counted_by_mesh, unbind
+from elastic.engines.base import UserObjects
+from elastic.engines.deepspeed.experts import native_placed
+from elastic.engines.deepspeed.experts.native import unbind
 from elastic.engines.deepspeed.layers.replaced import Replaced, hooks_of, is_set_later, remove_hooks
 from elastic.engines.model.placeholders import placeholder, renew_accumulator
 
@@ -23,9 +25,12 @@ class Belongings:
     """Call order: 1. made before `deepspeed.initialize` 2. `keeping_objects` while it works 3. `built` after it
     4. `give_back` when the engine is destroyed; or `failed` instead of both."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, shares_change: bool = False) -> None:
+    def __init__(self, model: nn.Module, objects: UserObjects, shares_change: bool = False) -> None:
         """`shares_change`: may another number of ranks share the experts in another generation?"""
-        self._model, self._shares_change = model, shares_change
+        self._model, optimizer = model, objects.optimizer
+        # As they are now; which parameters the optimizer has, DeepSpeed changes.
+        self._place_again = native_placed.obstacle(model, objects) if shares_change else None
+        self._shares_change = shares_change
         self._partitioned = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = [] if self._optimizer is None else [(g, _copied(g)) for g in self._optimizer.param_groups]
@@ -65,13 +70,18 @@ class Belongings:
         """Why no other engine can be built on this model; None where one can."""
         if self._partitioned:
             return "the model was built under deepspeed.zero.Init, which binds its parameters to one world size"
-        if self._shares_change and are_counted_by_mesh(self._model):
-            return "the model's MoE layers have as many experts as one mesh.ep gives them, and it may change"
+        if self._shares_change:
+            why = self._place_again or native_placed.changed(self._model, self._hooks_of_script)
+            if why is not None:
+                return why
         if native.module is not self._model:
             return f"DeepSpeed has wrapped the model in a {type(native.module).__name__}"
         if hooks_of(native) - self._engine_hooks:
             return "hooks were registered on the engine; register them on the model, which stays"
         return self._replaced.obstacle()
+
+    def _hooks_of_script(self, owner: Any) -> frozenset[int]:
+        return hooks_of(owner) - self._added_hooks.get(id(owner), frozenset())
 
     def give_back(self) -> None:
         self._replaced.give_back()

@@ -22,6 +22,7 @@ from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.experts import config as experts
 from elastic.engines.deepspeed.experts import native as native_experts
+from elastic.engines.deepspeed.experts import native_placed
 from elastic.engines.deepspeed.experts.native_passes import prepare
 from elastic.engines.deepspeed.experts.native_rules import require_carriable as require_whole_layers
 from elastic.engines.deepspeed.experts.optimizer import count_in_norm, groups_of_any_size, regrouped, require_groups
@@ -124,13 +125,15 @@ class DeepSpeed:
         """AutoTP makes the group of `layer_group`'s ranks itself."""
         if placed.is_released(objects.model):
             placed.place_again(objects.model, user_calls.mesh())
+        if resolved.shares_change and native_experts.layers_of(objects.model):
+            objects = native_placed.place_again(objects.model, objects, user_calls.mesh().ep)
         _refuse(resolved, objects)
         config = native_experts.configured(objects.model, resolved.native)
         form = _Form.of(objects.model, resolved.native, config)
         form.require(resolved, objects)
         if form.staged:
             objects = placed.of_stage(objects.model, objects)
-        belongings = Belongings(objects.model, objects.optimizer, resolved.shares_change)
+        belongings = Belongings(objects.model, objects, resolved.shares_change)
         try:
             with belongings.keeping_objects():
                 native, wrapped, scheduler, cuts = _initialized(resolved, objects, config, form)

@@ -67,11 +67,6 @@ def configured(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != SECTION}
 
 
-def are_counted_by_mesh(model: nn.Module) -> bool:
-    """Has it layers that were made with this rank's share of the experts?"""
-    return bool(layers_of(model))
-
-
 def unbind(model: nn.Module) -> None:
     """The next engine gives its layers the groups of its generation; to one that has any it gives none."""
     for layer in layers_of(model).values():
