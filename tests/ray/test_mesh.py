@@ -152,7 +152,15 @@ def test_cells_lose_nodes_form_anew_and_grow(
     Outcome.of(run, tmp_path / "moved-weights").assert_near(still)
 
 
-@pytest.mark.parametrize(("function", "mesh", "stage"), SHARED)
+@pytest.mark.parametrize(
+    ("function", "mesh", "stage"),
+    [
+        *SHARED,
+        pytest.param(
+            "shared_experts:train_native", MeshSettings(ep=2, choices={"ep": (1, 2)}), 2, id="deepspeed.moe of any ep"
+        ),
+    ],
+)
 def test_cells_through_four_meshes(
     cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings, stage: int | None
 ) -> None:
