@@ -54,6 +54,8 @@ class Model(nn.Module):
         x = self.norm(x + first if self.does.get("adds") else x)
         if self.does.get("takes"):
             x = x + nn.functional.linear(x, self.blocks[0].inner.weight)
+        if self.does.get("adds up"):
+            x = x + sum(block.uneven for block in self.blocks)
         if self.does.get("calls a part"):
             x = x + self.blocks[0].inner(x)
         x = self.head(x) / 2
@@ -66,9 +68,10 @@ class Model(nn.Module):
 class Block(nn.Module):
     def __init__(self, whole: bool = False, **_: Any) -> None:
         super().__init__()
-        self.inner, self.whole = nn.Linear(4, 4), whole
+        self.inner, self.whole, self.uneven = nn.Linear(4, 4), whole, torch.zeros(())
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> Any:
+        self.uneven = x.mean()
         return x + torch.tanh(self.inner(x * turns))
 
 
@@ -86,7 +89,7 @@ def stages_of(
         model = make(**does)
         own = cut(pipeline, read_layers(pipeline, model), model, ranks, rank, per_rank)
         prune(model, own)
-        found.append((model, OwnForward(model, own, model.forward, pipeline.loss_fn is None)))
+        found.append((model, OwnForward(model, own, torch.device("cpu"), model.forward, pipeline.loss_fn is None)))
     return [found[stage % ranks] for stage in range(ranks * per_rank)]
 
 
@@ -177,6 +180,10 @@ TRAINS: Any = SimpleNamespace(samples=None)
         ({"skips": 2}, "layer 'blocks.2' was not called before 'blocks.3', which comes later"),
         ({"passes on": True}, "layer 'blocks.2' begins a stage, and is given other tensors besides its first argument"),
         ({"takes": True}, "gives NaN in stage 1, and has asked for blocks.0.inner.weight, words.weight, of"),
+        (
+            {"adds up": True},
+            "has asked for blocks.0.uneven, blocks.1.uneven, words.weight, of layers of other stages",
+        ),
         ({"calls a part": True}, "layer 'blocks.0' is not called as a whole: 'inner' of it is"),
         ({"changes": True}, "the model's forward has changed the buffer 'turns', which is of no layer"),
         ({"checkpoints": "reentrant"}, "layer 'blocks.0' is called without gradients: a checkpoint around its call"),

@@ -64,7 +64,7 @@ class PipelineAdapter(Fsdp2Adapter):
         # Not by assignment to the class: the model is the user's.
         self._before = vars(self.module).get("forward")
         self._chain: Any = (
-            OwnForward(self.module, cut, self.module.forward, pipeline.loss_fn is None)
+            OwnForward(self.module, cut, device, self.module.forward, pipeline.loss_fn is None)
             if pipeline.own_forward
             else Chain(self.module, cut)
         )

@@ -1,14 +1,15 @@
 """A model's own `forward`, called by each stage of a pipeline, of which it computes the stage's layers.
 
 In the place of each named layer there is, for the time of a call, one that knows which it is. Layers of earlier stages
-give NaN in the shape of what the stage before has sent, and so do parameters of layers that this rank has not, so that
-what a model uses of them besides shows. (torch 2.13 multiplies by a matrix on the meta device without a word.) The
-stage's first layer gets what was sent in the place of its first argument. The first layer of the next stage ends the
-call, and its first argument is what is sent.
+give NaN in the shape of what the stage before has sent, and NaN is what parameters are of layers that this rank has
+not, and what passes leave on layers of other stages, so that what a model uses of them besides shows. (torch 2.13
+multiplies by a matrix on the meta device without a word.) The stage's first layer gets what was sent in the place of
+its first argument. The first layer of the next stage ends the call, and its first argument is what is sent.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,13 +26,16 @@ from elastic.engines.fsdp2.pipeline.passes import Arguments, Pass
 class OwnForward:
     """In the place of a model's `forward`, like `Chain`. Each call is given the whole micro-batch."""
 
-    def __init__(self, model: nn.Module, cut: Cut, forward: Callable[..., Any], gives_loss: bool) -> None:
-        self._model, self._cut, self._forward, self._gives_loss = model, cut, forward, gives_loss
+    def __init__(
+        self, model: nn.Module, cut: Cut, device: torch.device, forward: Callable[..., Any], gives_loss: bool
+    ) -> None:
+        self._model, self._cut, self._device = model, cut, device
+        self._forward, self._gives_loss = forward, gives_loss
         self._places = [parent_of(model, name) for name in cut.names]
         self._layers = [_found(parent, leaf) for parent, leaf in self._places]
         self._called: list[int] | None = None
         self._looked_at: set[int] = set()
-        # Parameters of other ranks' layers that the model has asked for, in this call.
+        # What the model has asked for of other stages' layers and did not get, in this call.
         self._taken: list[str] = []
         self.stage = cut.stages[0]
         self.before: Callable[[int], None] | None = None
@@ -74,7 +78,7 @@ class OwnForward:
         return output
 
     def reached(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any], part: str) -> Any:
-        """The model calls a layer, or a `part` of one that this rank has not."""
+        """The model calls a layer, or a `part` of one of another stage."""
         own, called = self._cut.layers_of(self.stage), self._called
         if part:
             raise self._wrong(number, f"is not called as a whole: {part.rstrip('.')!r} of it is; name what is called")
@@ -95,12 +99,20 @@ class OwnForward:
             raise self._wrong(own.stop, f"was not called before {self._cut.names[number]!r}, which comes later")
         raise _Reached(self._sent(number, inputs, named))
 
-    def taken(self, number: int, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """What the model gets of a parameter of a layer that this rank has not."""
+    def has(self, number: int) -> bool:
+        """Is the layer of the stage at hand?"""
+        return number in self._cut.layers_of(self.stage)
+
+    def taken(self, number: int, name: str, value: Any) -> Any:
+        """What the model gets of a number of a layer of another stage: of a parameter that this rank has not, or of
+        what a pass leaves there."""
+        if not isinstance(value, torch.Tensor):
+            self._taken.append(f"{self._cut.names[number]}.{name}")
+            return math.nan
+        if not value.dtype.is_floating_point and not value.is_complex():
+            return value
         self._taken.append(f"{self._cut.names[number]}.{name}")
-        device = self._received[0].device if self._received else parameter.device
-        nothing = torch.full((), float("nan"), device=device, dtype=parameter.dtype)
-        return nothing.expand(parameter.shape)
+        return torch.full((), math.nan, device=self._device, dtype=value.dtype).expand(value.shape)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -161,15 +173,16 @@ class OwnForward:
             )
 
     def _require_none_taken(self, output: Any) -> None:
-        """Sizes and types of a parameter may be asked for; in a stage's first pass it shows whether that was all."""
+        """Sizes and types may be asked for; in a stage's first pass it shows whether that was all."""
         if not self._taken or self.stage in self._looked_at:
             return
         tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
         if any(bool(each.isnan().any()) for each in tensors):
             raise UsageError(
                 f"elastic.Pipeline(own_forward=True): the model's forward gives NaN in stage {self.stage}, and has "
-                f"asked for {', '.join(sorted(set(self._taken)))}, of another rank's layer: give the model a module "
-                "for it with the same parameter (head.weight = embed.weight), which is trained as one, and name it"
+                f"asked for {', '.join(sorted(set(self._taken)))}, of layers of other stages. Let layers pass on what "
+                "they compute for others; a head with the embedding's weight is a module that has the same parameter "
+                "(head.weight = embed.weight), which is trained as one"
             )
 
     def _next(self, begin: int) -> Sequence[int]:
@@ -214,7 +227,7 @@ class _Reached(BaseException):
 
 
 class _Watched(nn.Module):
-    """In the place of a layer, or of a part of one that another rank has. What else is asked of it is the layer's."""
+    """In the place of a layer, or of a part of one of another stage. What else is asked of it is the layer's."""
 
     def __init__(self, forward: OwnForward, number: int, layer: nn.Module, part: str = "") -> None:
         super().__init__()
@@ -225,18 +238,19 @@ class _Watched(nn.Module):
         forward, number, layer, part = self.__dict__["elastic_watched"]
         # What it shares with a layer that is here, it has in its place.
         elsewhere = isinstance(layer, Absent) and layer.elastic_layer and name not in layer._parameters
-        found = getattr(layer.elastic_layer[0] if elsewhere else layer, name)
-        if isinstance(found, torch.Tensor) and found.is_meta:
-            return forward.taken(number, part + name, found)
-        return _Watched(forward, number, found, f"{part}{name}.") if _is_elsewhere(found) else found
+        source = layer.elastic_layer[0] if elsewhere else layer
+        found = getattr(source, name)
+        if forward.has(number):
+            return found
+        if isinstance(found, nn.Module):
+            return _Watched(forward, number, found, f"{part}{name}.")
+        left_there = isinstance(found, (torch.Tensor, float)) and name in vars(source)
+        absent = isinstance(found, torch.Tensor) and found.is_meta
+        return forward.taken(number, part + name, found) if left_there or absent else found
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         forward, number, _, part = self.elastic_watched
         return forward.reached(number, inputs, named, part)
-
-
-def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, nn.Module) and any(parameter.is_meta for parameter in value.parameters())
 
 
 def _found(parent: nn.Module, leaf: str) -> nn.Module:
