@@ -56,6 +56,8 @@ class Model(nn.Module):
             x = x + nn.functional.linear(x, self.blocks[0].inner.weight)
         if self.does.get("adds up"):
             x = x + sum(block.uneven for block in self.blocks)
+        if self.does.get("comes back"):
+            x = self.blocks[0](x, self.turns)
         if self.does.get("calls a part"):
             x = x + self.blocks[0].inner(x)
         x = self.head(x) / 2
@@ -178,7 +180,8 @@ TRAINS: Any = SimpleNamespace(samples=None)
         ({"skips": 0}, "layer 'blocks.0' was not called before 'blocks.2'"),
         ({"skips": 3}, "layer 'blocks.3' was not called before the end of its forward"),
         ({"skips": 2}, "layer 'blocks.2' was not called before 'blocks.3', which comes later"),
-        ({"passes on": True}, "layer 'blocks.2' begins a stage, and is given other tensors besides its first argument"),
+        ({"passes on": True}, "layer 'blocks.2' begins a stage, .* besides its first argument that have gradients"),
+        ({"comes back": True}, "layer 'blocks.0' is called after 'norm', which comes later"),
         ({"takes": True}, "gives NaN in stage 1, and has asked for blocks.0.inner.weight, words.weight, of"),
         (
             {"adds up": True},
