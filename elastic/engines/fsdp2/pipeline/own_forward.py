@@ -231,6 +231,7 @@ class _Watched(nn.Module):
 
     def __init__(self, forward: OwnForward, number: int, layer: nn.Module, part: str = "") -> None:
         super().__init__()
+        self.training = layer.training
         # In a tuple it is no part of this module.
         self.elastic_watched = (forward, number, layer, part)
 
