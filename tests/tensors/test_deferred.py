@@ -107,8 +107,8 @@ def sharded(model: nn.Module, tp: int, ep: int, pp: int, **options: Any) -> None
     if pp == 1:
         shard_model(model, options, CPU, True, plan, cell, mesh, layers)
         return
-    pipeline, names = Pipeline(nn.functional.mse_loss), ("embed", "layers.0", "layers.1", "head")
-    shard_stage(model, pipeline, names, options, CPU, True, mesh, plan, cell, layers)
+    pipeline, row = Pipeline(nn.functional.mse_loss), (("embed",), ("layers.0",), ("layers.1",), ("head",))
+    shard_stage(model, pipeline, row, options, CPU, True, mesh, plan, cell, layers)
 
 
 @pytest.mark.parametrize(
