@@ -52,6 +52,7 @@ SHARED = [
     ),
     *(pytest.param("pipelined_work:train", STAGES, stage, id=f"stages-{stage}") for stage in (0, 1)),
     pytest.param("staged_work:train", STAGES, None, id="stages of torch"),
+    pytest.param("staged_work:own_forward", STAGES, None, id="stages by their own forward"),
     pytest.param(
         "staged_work:layers", MeshSettings(pp=2, tp=2, choices={"pp": (1, 2)}), None, id="stages with layers of torch"
     ),
