@@ -14,16 +14,17 @@ from typing import Any
 
 Then = Callable[[ModuleType], None]
 
-_waiting: dict[str, Then] = {}
+_waiting: dict[str, dict[str, Then]] = {}
 
 
-def when_imported(name: str, then: Then) -> None:
-    """Call `then(module)` once; a later call for the same module that is not loaded yet takes the place of this one."""
+def when_imported(name: str, then: Then, purpose: str = "") -> None:
+    """Call `then(module)` once; a later call for the same purpose and module, if that is not loaded yet, takes the
+    place of this one."""
     module = sys.modules.get(name)
     if module is not None:
         then(module)
         return
-    _waiting[name] = then
+    _waiting.setdefault(name, {})[purpose] = then
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -35,8 +36,8 @@ def forget(name: str) -> None:
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        then = _waiting.pop(fullname, None)
-        if then is None:
+        waiting = _waiting.pop(fullname, None)
+        if waiting is None:
             return None
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
@@ -44,7 +45,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def executed(module: ModuleType) -> None:
                 execute(module)
-                then(module)
+                for then in waiting.values():
+                    then(module)
 
             spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec

@@ -33,7 +33,7 @@ from elastic.training.user.rates import Rates, rates_of
 from elastic.training.user.state import State
 from elastic.training.watch.anomalies import AnomalyWatch
 from elastic.training.watch.audits import Audits
-from elastic.training.watch.sharing import SharingWatch
+from elastic.training.watch.sharing import EvaluationWatch, SharingWatch
 from elastic.training.watch.step_measures import StepMeasures
 
 _COUNTS_BATCHES = (
@@ -58,6 +58,7 @@ class ElasticEngine:
         watch: AnomalyWatch | None = None,
         in_loop: InLoop | None = None,
         audit: Audits | None = None,
+        evaluations: EvaluationWatch | None = None,
     ) -> None:
         self._in_loop = in_loop
         self._strict = False
@@ -71,7 +72,7 @@ class ElasticEngine:
         self._passes = PassLog()
         self._watch_calls: Callable[[CollectiveCall], None] | None = None
         self._measures = StepMeasures(scope.device)
-        self.open(engine, scope, steps, state, share, watch, audit)
+        self.open(engine, scope, steps, state, share, watch, audit, evaluations)
 
     def open(
         self,
@@ -82,6 +83,7 @@ class ElasticEngine:
         share: StepShare,
         watch: AnomalyWatch | None,
         audit: Audits | None,
+        evaluations: EvaluationWatch | None,
     ) -> None:
         self._engine: Engine | None = engine
         self._scope = scope
@@ -89,6 +91,7 @@ class ElasticEngine:
         self._state = state
         self._watch = watch
         self._audit = audit
+        self._evaluations = evaluations
         self._share: StepShare | None = share
         self._loss: torch.Tensor | float = share.loss
         self._grad_norm: float | None = None
@@ -142,6 +145,8 @@ class ElasticEngine:
             self._before_forward(progress)
             last = progress.on_last_batch
         with self._scope.translating(), self._measures.forward() if trained else nullcontext():
+            if self._evaluations is not None and not trained:
+                self._evaluations.look(self._scope.step, inputs, kwargs)
             return engine.forward(inputs, kwargs, last)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
@@ -335,7 +340,7 @@ class ElasticEngine:
         progress = self._steps.progress
         if self._engine is not None and progress is not None and progress.next_batch > 0 and not progress.complete:
             self._rates.left(progress.step + 1, rates_of(self._engine.native.optimizer))
-        self._engine = self._watch = self._audit = self._share = None
+        self._engine = self._watch = self._audit = self._share = self._evaluations = None
         self._measures.close()
         self._steps.close()
         self._buffers.drop()

@@ -73,7 +73,7 @@ class Generation:
             self.closing.callback(foreign_loops.allow)
             group_calls.keep()
             self.closing.callback(group_calls.release)
-            accelerate_calls.joined(spec.rank, spec.world_size, lambda: self.engine)
+            accelerate_calls.joined(spec.rank, spec.mesh, lambda: self.engine)
             self.closing.callback(accelerate_calls.left)
 
     def _engines_own(self) -> AbstractContextManager[None]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerated import EVALUATED
+from accelerated import EVALUATED, Rows
 from crew import Crew
 from test_oracle import _assert_ended
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
+from elastic.core.mesh import Mesh
 from elastic.training.user import accelerate_calls
 
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
@@ -74,6 +75,41 @@ def test_a_worker_that_trained_alone_shares_an_evaluation_with_those_that_join(c
     assert [(epoch, seen) for epoch, seen, _ in grown[0].told["log"]] == [(1, EVALUATED), (2, EVALUATED)]
 
 
+def test_workers_that_share_layers_evaluate_the_same_samples(crew: Crew, tmp_path: Path) -> None:
+    """Two cells of two, one, and two. Seen: each worker was given samples of its own, so that slices of one layer were
+    applied to different samples, and accuracies were wrong without a word."""
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 4, "checkpoint_every_steps": 1}
+    config: dict[str, Any] = {"in_loop": True, "stage": None, "url": str(tmp_path / "moved")}
+    shared: dict[str, Any] = {**more, "engine": "fsdp2", "tp": 2}
+    begun = crew.run([0, 1, 2, 3], CLASSIFIES, config, end_at=AT, **shared)
+    _assert_ended(begun, "ended", AT)
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+    shrunk = crew.run([3, 0], CLASSIFIES, config, checkpoint=store.list()[0].id, end_at=AT + 4, **shared)
+    _assert_ended(shrunk, "ended", AT + 4)
+    grown = crew.run([3, 0, 1, 2], CLASSIFIES, config, checkpoint=store.list()[0].id, **shared)
+    _assert_ended(grown, "finished", LAST_STEP)
+
+    (still,) = crew.run([2], CLASSIFIES, {**config, "url": str(tmp_path / "still")}, engine="fsdp2", **more)
+    _assert_ended([still], "finished", LAST_STEP)
+    told = [outcome.told for outcome in (begun[0], shrunk[0], grown[0])]
+    assert sorted({line for each in told for line in each["log"]}) == still.told["log"]
+    assert {str(labels) for each in told for labels in each["labels"]} == {str(still.told["labels"][0])}
+    assert [outcome.told["process"] for outcome in grown] == [(number, 4) for number in range(4)]
+
+
+@pytest.mark.parametrize("stage", [1, None])
+def test_samples_that_a_script_deals_by_rank_to_workers_that_share_layers_are_refused(
+    crew: Crew, tmp_path: Path, stage: int | None
+) -> None:
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 4, "tp": 2}
+    config = {"in_loop": True, "stage": stage, "deals": True, "url": str(tmp_path)}
+    engine = "fsdp2" if stage is None else "deepspeed"
+    for rank, outcome in enumerate(crew.run([0, 1, 2, 3], CLASSIFIES, config, engine=engine, **more)):
+        first = rank // 2 * 2
+        assert outcome.result.kind == "usage_error"
+        assert f"ranks {first}, {first + 1} share each layer (mesh.tp)" in outcome.result.message
+
+
 def test_batches_that_cannot_be_cut_for_the_workers_are_refused() -> None:
     """Without a word, what is left over of each batch would be evaluated by nobody."""
     from accelerate import PartialState
@@ -87,12 +123,29 @@ def test_batches_that_cannot_be_cut_for_the_workers_are_refused() -> None:
         batches = torch.utils.data.BatchSampler(range(8), batch_size=4, drop_last=False)
         share = BatchSamplerShard(batches, 2, 1, split_batches=True)
         others = BatchSamplerShard(batches, 5, 1)
-        accelerate_calls.joined(0, 4, lambda: None)
+        accelerate_calls.joined(0, Mesh(4), lambda: None)
         assert (share.num_processes, share.process_index) == (4, 0)
         assert others.num_processes == 5, "the script's own figures"
         with pytest.raises(UsageError, match=r"each batch of 4 into as many parts.*3 now: leave split_batches out"):
-            accelerate_calls.joined(0, 3, lambda: None)
+            accelerate_calls.joined(0, Mesh(3), lambda: None)
     finally:
+        accelerate_calls.left()
+        PartialState._reset_state()
+
+
+def test_batches_that_are_dispatched_to_workers_of_a_cell_are_refused() -> None:
+    """accelerate would send each of them other samples."""
+    from accelerate import PartialState
+    from accelerate.data_loader import prepare_data_loader
+
+    PartialState(cpu=True)
+    accelerate_calls.joined(1, Mesh(2, tp=2), lambda: None)
+    try:
+        data = torch.utils.data.DataLoader(Rows(8, 1), batch_size=2)
+        with pytest.raises(UsageError, match=r"others? samples.*mesh: \{tp: 2\}\): leave dispatch_batches out"):
+            prepare_data_loader(data, num_processes=4, process_index=1, dispatch_batches=True, put_on_device=True)
+    finally:
+        accelerate_calls.joined(0, Mesh(1), lambda: None)
         accelerate_calls.left()
         PartialState._reset_state()
 

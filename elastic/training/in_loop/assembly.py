@@ -56,6 +56,7 @@ from elastic.training.user.state import tensors_of
 from elastic.training.watch.anomalies import AnomalyWatch
 from elastic.training.watch.audits import Audits
 from elastic.training.watch.memory_report import MemoryReport
+from elastic.training.watch.sharing import EvaluationWatch
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ def assemble(
     if handles is None:
         handles = _new_handles(generation, given, engine, opened, optimizer, scheduler)
     else:
-        handles.engine.open(engine, scope, opened.steps, generation.state, opened.share, opened.watch, opened.audit)
+        handles.engine.open(
+            engine, scope, opened.steps, generation.state, opened.share, opened.watch, opened.audit, opened.evaluations
+        )
         handles.loader.open(scope, opened.steps, opened.reader)
         for handle, target in ((handles.optimizer, optimizer), (handles.scheduler, scheduler)):
             if type(handle) is StandIn:
@@ -136,6 +139,7 @@ class _Opened:
     audit: Audits | None
     reader: MicroBatchReader
     share: StepShare
+    evaluations: EvaluationWatch | None
 
 
 def _new_handles(
@@ -144,7 +148,17 @@ def _new_handles(
     scope, steps, in_loop = generation.scope, opened.steps, generation.in_loop
     made = PipelinedEngine if isinstance(engine, Pipelined) else ElasticEngine
     handles = Handles(
-        made(engine, scope, steps, generation.state, opened.share, opened.watch, in_loop, opened.audit),
+        made(
+            engine,
+            scope,
+            steps,
+            generation.state,
+            opened.share,
+            opened.watch,
+            in_loop,
+            opened.audit,
+            opened.evaluations,
+        ),
         _handle(optimizer, given.optimizer),
         ElasticLoader(scope, steps, opened.reader, given.source, in_loop),
         _handle(scheduler, given.lr_scheduler),
@@ -316,4 +330,6 @@ def _opened(
     )  # fmt: skip
     # Nobody would take up what is kept of a function that is called again.
     refused = "" if generation.in_loop is None else unfinished.refused(plan, scope.spec)
-    return _Opened(steps, watch, audit, reader, StepShare(engine, scope, refused, carried))
+    cell = generation.group.along("tp")
+    evaluations = None if cell is None else EvaluationWatch(cell, scope.device)
+    return _Opened(steps, watch, audit, reader, StepShare(engine, scope, refused, carried), evaluations)

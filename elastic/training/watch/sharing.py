@@ -1,10 +1,19 @@
-"""Do the ranks of a cell share their sequences, as the job says that they do?"""
+"""Do the ranks of a cell share sequences, and samples, as the job says that they do?"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from elastic.comm.agreement import Agreement
+from elastic.core.errors import UsageError
 from elastic.engines.base import StepOutcome
+from elastic.training.state.verify_weights import fingerprint, fingerprints
 from elastic.training.watch.once import warn_once
 
 logger = logging.getLogger(__name__)
@@ -33,4 +42,31 @@ class SharingWatch:
                 logger,
                 f"mesh: {{sp: {self._sp}}}: the script shares no sequences, so that all workers of a cell "
                 "compute the same; use elastic.sequence (docs/parallelism.md), or leave mesh out",
+            )
+
+
+class EvaluationWatch:
+    """Of one generation whose ranks in `cell` share each layer. The loader deals them the same samples to train on;
+    those of an evaluation the script deals. With different ones a layer would be applied to one rank's samples in one
+    half and to another's in the other."""
+
+    def __init__(self, cell: dist.ProcessGroup, device: torch.device) -> None:
+        self._agreement = Agreement(cell, device)
+        self._looked_at: int | None = None
+
+    def look(self, step: int, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Before a pass that is not trained on. Collective over the cell in the first one after step `step`. Raises
+        UsageError on all of its ranks where their inputs differ."""
+        if self._looked_at == step:
+            return
+        self._looked_at = step
+        tensors = [each for each in tree_leaves((inputs, dict(named))) if isinstance(each, torch.Tensor)]
+        described = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+        seen = fingerprint(torch.tensor(list((described + repr(fingerprints(tensors))).encode())))
+        _, (unlike,) = self._agreement.any_and_unequal([], [seen])
+        if unlike:
+            raise UsageError(
+                f"ranks {', '.join(map(str, self._agreement.ranks))} share each layer (mesh.tp), and were called with "
+                "different inputs in an evaluation: give all of them the same samples, which are those of "
+                "elastic.get_context().coordinates['dp'], or of a DataLoader that accelerate prepares"
             )

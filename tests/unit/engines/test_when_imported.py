@@ -31,3 +31,14 @@ def test_later_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, "awaited_later")
     importlib.import_module("awaited_later")
     assert seen == [1]
+
+
+def test_once_for_each_purpose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "awaited_twice.py").write_text("VALUE = 1\n")
+    seen: list[str] = []
+    when_imported("awaited_twice", lambda _: seen.append("one"), "one")
+    when_imported("awaited_twice", lambda _: seen.append("other"), "other")
+    when_imported("awaited_twice", lambda _: seen.append("one, later"), "one")
+    importlib.import_module("awaited_twice")
+    assert seen == ["one, later", "other"]
