@@ -91,18 +91,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         raise UsageError("Trainer.hyperparameter_search is not supported inside of a run; start one run per trial")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers' own. Under ZeRO stage 3, and with FSDP2, all ranks call it, and the weights go through rank
-        0's memory, under ZeRO in the type that the model computes in."""
+        """As transformers' own. Under ZeRO stage 3, with FSDP2, and where ranks share layers or experts, all ranks call
+        it, and the weights go through rank 0's memory, under ZeRO in the type that the model computes in."""
         engine = self.model_wrapped
         if not isinstance(engine, ElasticEngine):
             super().save_model(output_dir, _internal_call)
             return
         # Ranks that wait for rank 0's files are no hang.
         with api.busy("saving the model"):
-            weights = transformers_weights.gathered(engine, self.model)
-            if weights is None:
+            if transformers_weights.everywhere(engine):
                 super().save_model(output_dir, _internal_call)
-            elif self.args.should_save:
+            elif (weights := engine.whole_weights()) and self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=weights)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,13 +145,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         # A worker that joins does all of this before the others pause for it, and its model makes their passes.
         spec = spec_alone() or _spec()
         kind = engine_kind(spec.engine)
-        sizes = (("tp", max((spec.tp, *spec.tp_sizes))), ("pp", spec.pp), ("ep", spec.ep))
-        apart = [f"{axis}: {size}" for axis, size in sizes if size > 1 or (axis == "ep" and spec.ep_changes)]
-        if apart:
-            raise UsageError(
-                f"elastic.integrations.transformers.Trainer and mesh: {{{apart[0]}}} are not supported together: it "
-                "would save what one rank has as the model; call elastic.initialize"
-            )
+        transformers_arguments.refuse_mesh(self, spec)
         config = transformers_arguments.engine_config(self.args, spec)
         dataset, collate = self._training_data()
         read: dict[str, Any] = {
@@ -163,6 +156,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         resolved = kind.resolve(config, spec, None)
         self._planned_steps = self._steps(dataset, resolved.global_batch)
         transformers_arguments.compile_model(self.args, self.model)
+        self._size = _size(self.model)
         # Engines drop groups without parameters, which the scheduler would have counted: of adapters none is without
         # weight decay.
         groups = self.create_optimizer().param_groups
@@ -323,7 +317,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "super().training_step(...) is not supported; override compute_loss"
             )
         if share:
-            self.current_flos += float(self.floating_point_ops(inputs))
+            # Counted by the model as it was before ranks got slices and shards of it, and once by all of a cell.
+            whole = self._size / max(1, _size(self.model)) / _spec().mesh.per_cell
+            self.current_flos += float(self.floating_point_ops(inputs)) * whole
         last = bool(engine.is_gradient_accumulation_boundary())
         step_loss = self._whole_loss(engine) if last else None
         if last and not engine.abandoned:
@@ -415,6 +411,11 @@ def _is_last(loader: Any, epoch: int, step: int) -> bool:
     """Is this step known to be the last one of the epoch, or of the run?"""
     plan = loader.plan
     return bool(step == plan.last_step or (plan.finite is None and plan.epoch(step) != epoch))
+
+
+def _size(model: Any) -> int:
+    """What `floating_point_ops` counts passes by."""
+    return int(model.num_parameters(exclude_embeddings=True)) if hasattr(model, "num_parameters") else 1
 
 
 def _has_length(dataset: Any) -> bool:

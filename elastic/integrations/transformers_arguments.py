@@ -57,6 +57,34 @@ def refuse(trainer: Any, base: type) -> None:
         raise UsageError(f"elastic.integrations.transformers.Trainer: {what} is not supported; {instead}")
 
 
+def refuse_mesh(own: Any, spec: GenerationSpec) -> None:
+    """Raises UsageError for what ranks cannot share under this Trainer."""
+    trainer = "elastic.integrations.transformers.Trainer"
+    if spec.pp > 1:
+        raise UsageError(
+            f"{trainer} and mesh: {{pp: {spec.pp}}} are not supported together: a Trainer asks for the model's "
+            "outputs, which the last stage alone has; call elastic.initialize with elastic.Pipeline(own_forward=True)"
+        )
+    if spec.engine == "deepspeed" and (spec.ep > 1 or spec.ep_changes):
+        raise UsageError(
+            f"{trainer} and mesh: {{ep: {spec.ep}}} are not supported together with DeepSpeed, whose AutoEP gives the "
+            "experts other names than the model has; with `engine: fsdp2` they are"
+        )
+    of_trl = any(kind.__module__.partition(".")[0] == "trl" for kind in type(own).__mro__)
+    if of_trl and spec.engine == "deepspeed" and max((spec.tp, *spec.tp_sizes)) > 1 and _head_apart(own.model):
+        raise UsageError(
+            f"{trainer} and mesh: {{tp: {spec.tp}}} are not supported together with DeepSpeed for this model: TRL "
+            "multiplies by lm_head.weight itself, of which a rank would have a slice; take `engine: fsdp2`, whose "
+            "slices TRL gathers, or a model with tied embeddings"
+        )
+
+
+def _head_apart(model: Any) -> bool:
+    """Has a language model a head with weights of its own?"""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and getattr(head, "weight", None) is not getattr(embedding, "weight", None)
+
+
 def engine_config(args: Any, spec: GenerationSpec) -> dict[str, Any]:
     """The engine's configuration: the job's, and from the arguments what it leaves open.
 
@@ -69,9 +97,10 @@ def engine_config(args: Any, spec: GenerationSpec) -> dict[str, Any]:
     else:
         config.setdefault("micro_batch", args.per_device_train_batch_size)
         if spec.batch.global_batch is None:
-            workers = max(spec.max_world_size, spec.world_size)
-            a_worker = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            config.setdefault("global_batch", a_worker * workers)
+            # Those that train on the same samples count as one.
+            cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
+            of_cell = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            config.setdefault("global_batch", of_cell * cells)
     for key, name in _SAME.items():
         if key in config and config[key] != getattr(args, name):
             job = f"the job's `{spec.engine}`"

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from elastic.comm.agreement import Agreement
 from elastic.core.errors import ElasticError
-from elastic.engines.model.plain_names import named_buffers, named_parameters, plain
-from elastic.integrations import transformers_weights
+from elastic.engines.model.plain_names import named_buffers, named_parameters
 from elastic.interchange.safetensors_files import put_safetensors
 from elastic.store.open import open_objects
 from elastic.training.engine import ElasticEngine
@@ -44,10 +43,10 @@ class BestWeights:
         Collective; raises StorageError or UsageError on all ranks or on none."""
         if step == self.step:
             return
-        gathered, error = transformers_weights.gathered(engine, model), None
+        weights, error = engine.whole_weights(), None
         if self._rank == 0:
             try:
-                self._write(_trained(model, model.state_dict() if gathered is None else gathered), step)
+                self._write(_trained(model, weights), step)
             except ElasticError as caught:
                 error = caught
         assert dist.group.WORLD is not None
@@ -76,5 +75,4 @@ def _trained(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, torch
     """What training changes: of a model with adapters these alone."""
     names = {name for name, each in named_parameters(model) if each.requires_grad}
     names |= {name for name, _ in named_buffers(model)}
-    found = {plain(name): each for name, each in weights.items()}
-    return {name: found[name].detach().cpu().contiguous() for name in names if name in found}
+    return {name: weights[name] for name in names if name in weights}

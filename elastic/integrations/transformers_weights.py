@@ -1,4 +1,4 @@
-"""Weights of a Trainer's model that no rank has whole: under ZeRO stage 3, and with FSDP2."""
+"""Weights of a Trainer's model that no rank has whole: under ZeRO stage 3, with FSDP2, or where ranks share layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elastic.training import api
 from elastic.training.engine import ElasticEngine
 
 
@@ -20,14 +21,10 @@ def _by_deepspeed(engine: ElasticEngine) -> bool:
     return hasattr(engine, "zero_optimization_stage")
 
 
-def gathered(engine: ElasticEngine, model: torch.nn.Module) -> Any:
-    """A state_dict of whole weights on rank 0; None where each rank has them. Collective."""
-    if _by_deepspeed(engine):
-        return engine._zero3_consolidated_16bit_state_dict() if by_stage_3(engine) else None
-    # Not at the top: with DeepSpeed nothing of it is needed.
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def everywhere(engine: ElasticEngine) -> bool:
+    """Has each rank all weights?"""
+    mesh = api.get_context().mesh
+    return _by_deepspeed(engine) and not by_stage_3(engine) and mesh["tp"] * mesh["ep"] == 1
 
 
 @contextmanager

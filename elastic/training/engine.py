@@ -326,14 +326,19 @@ class ElasticEngine:
         """After training: the model has the parameters and buffers in a folder, as `elastic.initialize(weights=...)`
         reads it, to be evaluated or written. The last step is saved first; the loader gives no batch any more.
 
-        Collective. Raises UsageError inside a step, or where ranks share layers (`tp`), and what `initialize` raises of
-        a folder: ModelMismatch, IntegrityError, StorageError.
+        Collective. Raises UsageError inside a step, or for layers of which nobody knows how ranks share them (`tp`),
+        and what `initialize` raises of a folder: ModelMismatch, IntegrityError, StorageError.
         """
-        if self._scope.spec.tp > 1:
-            raise UsageError(
-                "engine.load_weights and mesh: {tp: ...} are not supported together: the folder has whole layers"
-            )
         self._steps.load_weights(WeightsSettings(os.fspath(source), tuple(allow_missing)))
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """Of the last finished step, the model's parameters and buffers as its state_dict has them without any mesh or
+        sharding: on rank 0, in host memory and the model's dtypes; on other ranks empty.
+
+        Collective, each tensor at a time whole on every device. Raises UsageError for layers of which nobody knows how
+        ranks share them."""
+        self._check("whole_weights")
+        return self._steps.whole_weights()
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from elastic.checkpoint.shares import Shares, StepPart
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.step_plan import StepPlan
@@ -334,6 +336,11 @@ class StepLoop:
         with self._scope.translating():
             self._saving().load_weights(weights)
         self._loaded = True
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """See `gather_whole`. Collective."""
+        with self._scope.translating():
+            return self._saving().whole_weights()
 
     def go_back(self, bad: BadStep) -> None:
         """The current step is not kept; the run resumes from an earlier one. Raises GenerationEnded, on every rank."""

@@ -30,7 +30,7 @@ def _of_engine(stage: int | None) -> dict[str, Any]:
     """None: FSDP2, whose ranks may share each layer."""
     if stage is not None:
         config: dict[str, Any] = {"train_batch_size": 6, "zero_optimization": {"stage": stage}}
-        if "tp" in elastic.get_context().mesh:
+        if elastic.get_context().mesh["tp"] > 1:
             cut = {"column": [r"^0\.weight$"], "row": [r"^2\.weight$"]}
             specs = [{"patterns": patterns, "partition_type": kind} for kind, patterns in cut.items()]
             config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}

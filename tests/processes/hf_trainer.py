@@ -64,14 +64,14 @@ def trains(config: dict[str, Any]) -> None:
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"evaluations": self.evaluations, "steps": self.steps}}
 
-    model = model_of({"family": "GPT2", "model": {"resid_pdrop": 0.1}})
+    model = model_of(config.get("model", {"family": "GPT2", "model": {"resid_pdrop": 0.1}}))
     counting = Best()
     trainer = stopped(Trainer, config)(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=config["url"],
             per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
+            gradient_accumulation_steps=config.get("accumulates", 2),
             learning_rate=1e-2,
             warmup_steps=3,
             num_train_epochs=3,
@@ -93,7 +93,7 @@ def trains(config: dict[str, Any]) -> None:
             dataloader_persistent_workers=bool(config.get("readers")),
         ),
         train_dataset=Tokens(37),
-        eval_dataset=Tokens(10),
+        eval_dataset=Tokens(config.get("evaluates", 10)),
         callbacks=[counting],
     )
     crew.point("set up")

@@ -64,10 +64,10 @@ def of_library(config: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     import trl
 
     if config["kind"] == "Seq2Seq":
-        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+        t5 = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
         torch.manual_seed(3)
         model = transformers.T5ForConditionalGeneration(
-            transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0)
+            transformers.T5Config(**t5, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0)
         )
         more: dict[str, Any] = {
             "model": model, "data_collator": transformers.DataCollatorForSeq2Seq(tokenizer(), model),
@@ -77,12 +77,13 @@ def of_library(config: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
             "compute_metrics": lambda found: {"rows": len(found.predictions)},
         }  # fmt: skip
         return transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, more
-    described: dict[str, Any] = {"family": "Llama", "model": {"max_position_embeddings": 32}}
+    sizes = {"max_position_embeddings": 32, "tie_word_embeddings": config.get("tied", False)}
+    described: dict[str, Any] = {"family": "Llama", "model": sizes}
     if config["kind"] == "Reward":
         described |= {"head": "SequenceClassification", "model": {**described["model"], "num_labels": 1}}
     more = {
         "model": model_of(described), "train_dataset": dataset(config["kind"], 37),
-        "eval_dataset": dataset(config["kind"], 10),
+        "eval_dataset": dataset(config["kind"], config.get("evaluates", 10)),
     }  # fmt: skip
     if config.get("lora"):
         more["peft_config"] = peft.LoraConfig(
@@ -118,7 +119,7 @@ def trains(config: dict[str, Any]) -> None:
             output_dir=config["url"],
             per_device_train_batch_size=2,
             per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
+            gradient_accumulation_steps=config.get("accumulates", 2),
             learning_rate=1e-2,
             warmup_steps=3,
             num_train_epochs=3,

@@ -83,6 +83,27 @@ class Box:
         """How many elements of the slice there are from the first of the box to its last."""
         return (self.rows - 1) * self.source_stride + self.width
 
+    def pieces(self, numel: int) -> Iterator[Box]:
+        """The same elements in boxes of at most so many."""
+        rows, width = max(1, numel // self.width), min(numel, self.width)
+        for row in range(0, self.rows, rows):
+            source, target = self.source + row * self.source_stride, self.target + row * self.target_stride
+            for column in range(0, self.width, width):
+                yield replace(
+                    self,
+                    source=source + column,
+                    target=target + column,
+                    rows=min(rows, self.rows - row),
+                    width=min(width, self.width - column),
+                )
+
+
+def in_whole(cut: Cut | None, lane: int, start: int, stop: int) -> list[Box]:
+    """Where the elements [start, stop) of what `lane` has lie in the whole tensor. None: it has all of it."""
+    if cut is None:
+        return [Box(0, start, stop - start, 0, stop - start, 1, stop - start)]
+    return recut(uncut(cut.dim, cut.shape), cut, lane, start, stop)
+
 
 def boxes(cut: Cut, start: int, stop: int) -> list[Box]:
     """Where the elements [start, stop) of the flattened whole tensor lie: each is in exactly one box."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from elastic.comm.agreement import Agreement
+from elastic.core.errors import UsageError
 from elastic.core.sharding.cuts import Cut
 from elastic.engines.model.placeholders import is_placeholder
 from elastic.engines.model.plain_names import named_parameters
@@ -101,6 +102,20 @@ def _wrong(before: torch.Tensor | None, local: torch.Tensor, cut: Cut | None, la
             said = f"{list(cut.ranges[lane])} of dimension {cut.dim}"
             return f"a slice of it is not the part that it is said to be, {said}"
         place += stop - start
+    return None
+
+
+def known_cuts(cuts: Cuts | None) -> dict[str, Cut]:
+    return {name: cut for name, cut in (cuts or {}).items() if isinstance(cut, Cut)}
+
+
+def unknown(module: torch.nn.Module, cuts: Cuts | None) -> UsageError | None:
+    """For a model that ranks share layers of: why its slices cannot be put together; None where they can."""
+    if cuts is None:
+        return UsageError("the engine does not say how ranks share the model's layers: they cannot be put together")
+    for name, _ in named_parameters(module):
+        if isinstance(said := cuts.get(name), str):
+            return UsageError(f"the slices that ranks have of {name!r} cannot be put together: {said}")
     return None
 
 

@@ -45,7 +45,7 @@ from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import open_state
 from elastic.training.state.extra_state import read_alone
-from elastic.training.state.initial_weights import load_whole
+from elastic.training.state.weights.initial import load_whole
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
 from elastic.training.user.first_values import require_first_values

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from elastic.checkpoint.shares import Shares
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.comm.agreement import Agreement
@@ -176,6 +178,10 @@ class Snapshots:
         self.before_update()
         self._state.begin_from(weights)
         self._loaded = True
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """See `gather_whole`. Collective."""
+        return self._state.whole()
 
     def drain(self) -> None:
         """Before the generation ends: hand over every snapshot that was begun, those of earlier steps too."""

@@ -46,11 +46,12 @@ from elastic.training.state import late_buffers
 from elastic.training.state.capture_check import CaptureCheck, views
 from elastic.training.state.extra_state import read_extra
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
-from elastic.training.state.initial_weights import install_weights
 from elastic.training.state.replicas import Replicas, marks_of_tied, require_tied, tied_parts
 from elastic.training.state.restore import Restore
 from elastic.training.state.verification import Verification
 from elastic.training.state.verify_scalars import LiveGroups
+from elastic.training.state.weights.initial import install_weights
+from elastic.training.state.weights.whole import gather_whole
 
 _log = logging.getLogger(__name__)
 
@@ -347,7 +348,12 @@ class EngineState:
 
     def begin_from(self, weights: WeightsSettings) -> None:
         """Parameters and buffers from elsewhere; see `install_weights`. Collective: raises on all ranks or on none."""
-        install_weights(self.sharded, weights, self.agreement)
+        install_weights(self.sharded, weights, self.lanes, self._cuts)
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The model's tensors on rank 0; see `gather_whole`. Collective: raises on all ranks or on none."""
+        inventory, layout, _ = self._wanted()
+        return gather_whole(self.sharded, inventory, layout, self._cuts, self.lanes, self._engine.device)
 
     def verified(self) -> None:
         """The verdict on a restore that is verified `later`. Collective until it was given, then nothing.

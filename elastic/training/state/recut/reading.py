@@ -4,7 +4,7 @@ it is numbered here, before it is put anywhere."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -126,7 +126,7 @@ def _batches(found: Recut, layout: RankLayout, stored: _Stored, nbytes: int) -> 
     for chunk in layout.chunks:
         item = sum(torch_dtype(dtype).itemsize for dtype in stored.get(chunk.name, {}).values())
         for whole in found.boxes(chunk.name, chunk.start, chunk.stop):
-            for box in _cut(whole, max(1, nbytes // max(1, item))):
+            for box in whole.pieces(max(1, nbytes // max(1, item))):
                 batch.append(_Part(chunk, box))
                 size += box.rows * box.width * item
                 if size >= nbytes:
@@ -134,21 +134,6 @@ def _batches(found: Recut, layout: RankLayout, stored: _Stored, nbytes: int) -> 
                     batch, size = [], 0
     if batch:
         yield batch
-
-
-def _cut(box: Box, numel: int) -> Iterator[Box]:
-    """The box in boxes of at most so many elements."""
-    rows, width = max(1, numel // box.width), min(numel, box.width)
-    for row in range(0, box.rows, rows):
-        source, target = box.source + row * box.source_stride, box.target + row * box.target_stride
-        for column in range(0, box.width, width):
-            yield replace(
-                box,
-                source=source + column,
-                target=target + column,
-                rows=min(rows, box.rows - row),
-                width=min(width, box.width - column),
-            )
 
 
 def _host(box: Box, dtype: str) -> torch.Tensor:

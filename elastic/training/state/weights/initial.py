@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -12,10 +13,13 @@ import torch
 import xxhash
 
 from elastic.comm.agreement import Agreement
+from elastic.comm.lanes import Lanes
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.settings import WeightsSettings
+from elastic.core.sharding.cuts import Box, in_whole
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.live_state import ShardedState, TensorSpec, buffers, frozen_whole, specs_of
+from elastic.engines.model.cuts import Cuts, known_cuts, unknown
 from elastic.engines.model.description import aliases
 from elastic.engines.model.plain_names import named_buffers, named_parameters
 from elastic.interchange.weights import CheckpointWeights, Weights, match_names, open_weights
@@ -27,13 +31,16 @@ _log = logging.getLogger(__name__)
 _PIECE_BYTES = 64 << 20
 
 
-def install_weights(sharded: ShardedState, settings: WeightsSettings, agreement: Agreement) -> None:
+def install_weights(sharded: ShardedState, settings: WeightsSettings, lanes: Lanes, cuts: Cuts | None) -> None:
     """Parameters and buffers from `settings.source`, cast to the engine's dtypes; the optimizer begins anew.
 
-    Collective; every rank reads its own parts. Raises on all ranks or on none: ModelMismatch (names or shapes differ,
-    the first are named), UsageError (nothing readable there), IntegrityError or StorageError. After an error the engine
-    must be thrown away.
+    Collective; every rank reads its own parts, of whole tensors. Raises on all ranks or on none: ModelMismatch (names
+    or shapes differ, the first are named), UsageError (nothing readable there, or slices of which nobody knows where
+    they are in the whole), IntegrityError or StorageError. After an error the engine must be thrown away.
     """
+    if lanes.slices > 1:
+        lanes.every.raise_together(unknown(sharded.module, cuts), "looking at how layers are shared")
+    known = known_cuts(cuts)
 
     def live() -> Iterator[_Live]:
         yield from ((master.tensor, master.chunks) for master in sharded.masters())
@@ -41,9 +48,12 @@ def install_weights(sharded: ShardedState, settings: WeightsSettings, agreement:
 
     def begin() -> list[TensorSpec]:
         sharded.require_readable()
-        return sharded.specs()
+        return [replace(spec, shape=known[spec.name].shape) if spec.name in known else spec for spec in sharded.specs()]
 
-    _install(begin, sharded.module, live, sharded.begin_install, settings, agreement)
+    def boxes(name: str, start: int, stop: int) -> list[Box]:
+        return in_whole(known.get(name), lanes.slice, start, stop)
+
+    _install(begin, sharded.module, live, sharded.begin_install, settings, lanes.every, boxes)
     sharded.finish_install()
 
 
@@ -67,7 +77,9 @@ def load_whole(model: torch.nn.Module, settings: WeightsSettings, agreement: Agr
     def live() -> Iterator[_Live]:
         yield from ((extra.tensor, (extra.chunk,)) for extra in [*frozen_whole(model, ()), *buffers(model)])
 
-    _install(begin, model, live, lambda: None, settings, agreement)
+    _install(
+        begin, model, live, lambda: None, settings, agreement, lambda _, start, stop: in_whole(None, 0, start, stop)
+    )
 
 
 _Result = TypeVar("_Result")
@@ -82,8 +94,10 @@ def _install(
     before_first: Callable[[], None],
     settings: WeightsSettings,
     agreement: Agreement,
+    boxes: Callable[[str, int, int], Iterable[Box]],
 ) -> None:
-    """Fill what `live` gives, once `begin` has said what there is, and all that must be there was found."""
+    """Fill what `live` gives, once `begin` has said what there is, and all that must be there was found. `boxes` says
+    where elements of what a rank has of a tensor lie in the whole."""
     doing = f"reading the weights in {settings.source}"
     specs, known, weights = _on_all(lambda: (begin(), aliases(module), open_weights(settings)), agreement, doing)
     elsewhere = _of_other_ranks(weights.shapes, {spec.name for spec in specs} | set(known), agreement, settings.source)
@@ -93,8 +107,9 @@ def _install(
         names = match_names({spec.name: spec.shape for spec in specs}, known, optional, weights.shapes, settings)
         before_first()
         for target, name, start in _targets(live()):
-            if name in names:
-                _fill(target, weights, names[name], start)
+            if name in names and target.numel():
+                for box in boxes(name, start, start + target.numel()):
+                    _fill(target, weights, names[name], box)
         return len(names)
 
     count = _on_all(fill, agreement, doing)
@@ -143,11 +158,20 @@ def _targets(tensors: Iterable[_Live]) -> Iterator[tuple[torch.Tensor, str, int]
             live.copy_(flat.view(live.shape))
 
 
-def _fill(target: torch.Tensor, weights: Weights, name: str, start: int) -> None:
-    step = max(1, _PIECE_BYTES // target.element_size())
-    for at in range(0, target.numel(), step):
-        part = target[at : at + step]
-        part.copy_(weights.read(name, start + at, part.numel()))
+def _fill(target: torch.Tensor, weights: Weights, name: str, box: Box) -> None:
+    # What lies between rows is read with them.
+    share = box.width / max(box.width, box.source_stride)
+    for piece in box.pieces(max(1, int(_PIECE_BYTES // target.element_size() * share))):
+        size, begin = (piece.rows, piece.width), target.storage_offset() + piece.target
+        target.as_strided(size, (piece.target_stride, 1), begin).copy_(_read(weights, name, piece))
+
+
+def _read(weights: Weights, name: str, box: Box) -> torch.Tensor:
+    """[rows, width]. Of a checkpoint no element that is not needed: how often each was read is verified."""
+    if isinstance(weights, CheckpointWeights):
+        begins = range(box.source, box.source + box.rows * box.source_stride, box.source_stride)
+        return torch.stack([weights.read(name, begin, box.width) for begin in begins])
+    return weights.read(name, box.source, box.span).as_strided((box.rows, box.width), (box.source_stride, 1))
 
 
 def _verify(weights: CheckpointWeights, agreement: Agreement, source: str) -> None:
