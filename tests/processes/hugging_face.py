@@ -55,7 +55,7 @@ def model_of(config: dict[str, Any]) -> Any:
         # On unless it is said, and drawn by part.
         sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         made = transformers.GPT2Config(**{**names, **sizes, **config.get("model", {})})
-        return _seeded(transformers.GPT2LMHeadModel, made)
+        return _adapted(_seeded(transformers.GPT2LMHeadModel, made), config)
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -69,12 +69,17 @@ def model_of(config: dict[str, Any]) -> Any:
         getattr(transformers, f"{config['family']}For{config.get('head', 'CausalLM')}"),
         kind(**{**names, **sizes, **config.get("model", {})}),
     )
-    if config.get("adapters"):
-        import peft
+    return _adapted(model, config)
 
-        given = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return peft.get_peft_model(model, given)
-    return model
+
+def _adapted(model: Any, config: dict[str, Any]) -> Any:
+    """With `adapters`: keys of PEFT's configuration, or True."""
+    if not config.get("adapters"):
+        return model
+    import peft
+
+    given = {"target_modules": ["q_proj", "v_proj"], **(config["adapters"] if config["adapters"] is not True else {})}
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **given))
 
 
 def _seeded(kind: Callable[[Any], Any], config: Any) -> Any:

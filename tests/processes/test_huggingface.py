@@ -15,7 +15,10 @@ import torch
 from cells import LAST_STEP, MOVED, WHOLE, Part, Run, assert_every_sample_once, of_run
 from crew import Crew
 from hugging_face import HEADS, UNDESCRIBED, model_of, text
+from safetensors.torch import load_file
 from test_oracle import _distance
+
+import elastic
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
@@ -24,6 +27,11 @@ pytestmark = pytest.mark.processes
 # Slices are multiplied apart and added up in another order, and Adam divides by what may be small.
 ALLOWED = 1e-5
 SLOW = pytest.mark.slow
+# All linear layers of a Llama, and a copy of one that is trained in its place.
+ADAPTED: dict[str, Any] = {
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "modules_to_save": ["lm_head"],
+}
 TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
 LLAMA: dict[str, Any] = {"family": "Llama"}
 # No kernel for groups of tokens on a CPU.
@@ -75,6 +83,41 @@ def test_llama_with_shared_layers_equals_one_rank_with_whole_ones(
     assert_every_sample_once(moved)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"family": "Llama", "adapters": ADAPTED, "in_loop": True}, id="llama"),
+        # The loss is in fp32, whose rounding a curve with larger steps makes 1e-4 of, with two data ranks and no mesh.
+        pytest.param(
+            {"family": "GPT2", "adapters": {"target_modules": ["c_attn", "c_proj", "c_fc"]}, "rate": 0.002},
+            id="transposed",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_adapters_on_shared_layers_equal_one_rank_with_whole_ones(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Cut with their layers: of one by columns the second matrix, of one by rows the first."""
+    # Adam carries the rounding of small gradients into weights in fp32: to 1.1e-5.
+    config = {"engine": "fsdp2", "precision": "float64", **config}
+    whole = through(crew, tmp_path / "whole", config, WHOLE)
+    moved = through(crew, tmp_path / "moved", config, MOVED, tp=2)
+    assert cells.left(crew) <= {cells.STOOD_BY}
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
+    assert_every_sample_once(moved)
+    if config["family"] == "Llama":
+        layer = "base_model.model.model.layers.0"
+        assert moved.shapes[0][f"{layer}.self_attn.q_proj.lora_B.default.weight"] == (8, 2)
+        assert moved.shapes[0][f"{layer}.mlp.down_proj.lora_A.default.weight"] == (2, 12)
+    folders = [elastic.export(url / "run", url / "hf", to="hf") for url in (tmp_path / "whole", tmp_path / "moved")]
+    wanted, found = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=ALLOWED, atol=ALLOWED)
+
+
 def test_one_rank_equals_transformers_alone(crew: Crew, tmp_path: Path) -> None:
     """What the oracle above is worth."""
     whole = through(crew, tmp_path, {**LLAMA, "stage": 1, "schedule": False}, WHOLE)
@@ -103,6 +146,14 @@ def alone(indices: Sequence[int]) -> list[float]:
     ("config", "said"),
     [
         ({"family": "GPT2", "stage": 1}, "'transformer.h.0.attn.c_attn' of GPT2LMHeadModel is a Conv1D"),
+        (
+            {**LLAMA, "stage": 2, "adapters": True},
+            "q_proj' of PeftModel has an adapter of PEFT, which AutoTP does not know",
+        ),
+        (
+            {**LLAMA, "engine": "fsdp2", "adapters": {"use_dora": True}},
+            "q_proj' has an adapter of PEFT (Linear) that cannot be cut with the layer",
+        ),
         (
             {"family": "Phi3", "stage": 1},
             "AutoTP refuses this model or its configuration: HuggingFace tp_plan contains",

@@ -96,6 +96,15 @@ def test_trainers_of_trl_where_workers_share_layers(
     assert_alike(grown, still, tmp_path, False)
 
 
+def test_adapters_on_shared_layers_are_saved_whole(crew: Crew, tmp_path: Path) -> None:
+    """The first evaluated are the best. What is dropped before the adapters is drawn alike in a cell."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    engine, config = engine_of(None), {"kind": "SFT", "lora": True}
+    grown, still = through_cells(crew, tmp_path, config, {**engine, "tp": 2}, engine, 14, LIBRARY)
+    assert [outcome.told["best"] for outcome in grown] == pytest.approx([still.told["best"]] * 4, rel=1e-4)
+    assert_alike(grown, still, tmp_path, True, "adapter_model")
+
+
 @pytest.mark.parametrize(
     ("trains", "config", "more", "said"),
     [
@@ -113,7 +122,7 @@ def test_what_cannot_be_shared_is_refused_by_name(
         assert said in outcome.result.message
 
 
-def assert_alike(grown: list[Outcome], still: Outcome, tmp_path: Path, best: bool) -> None:
+def assert_alike(grown: list[Outcome], still: Outcome, tmp_path: Path, best: bool, file: str = "model") -> None:
     wanted = entries(still)
     for outcome in grown:
         assert outcome.told["steps"] == still.told["steps"]
@@ -121,7 +130,7 @@ def assert_alike(grown: list[Outcome], still: Outcome, tmp_path: Path, best: boo
     for one, other in zip(entries(grown[0]), wanted, strict=True):
         named = {key: value for key, value in other.items() if not any(part in key for part in BY_PASS)}
         assert {key: one[key] for key in named} == pytest.approx(named, rel=1e-4)
-    saved, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("moved", "still"))
+    saved, other = (load_file(tmp_path / folder / f"{file}.safetensors") for folder in ("moved", "still"))
     assert saved.keys() == other.keys()
     for name, value in other.items():
         torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4)

@@ -28,10 +28,10 @@ from elastic.core.sharding.mesh_memory import state_bytes
 from elastic.engines.fsdp2.belongings import release
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
+from elastic.engines.fsdp2.layers.tensor_parallel import is_known, read_plan, require_even, require_local
 from elastic.engines.fsdp2.meshes import forget_meshes, make_meshes
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
-from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_even, require_local
 from elastic.engines.live_state import MASTER
 from elastic.training.watch.held_state import held_state
 

@@ -22,6 +22,7 @@ from elastic.engines.fsdp2.collectives import CountedExchanges, count_collective
 from elastic.engines.fsdp2.experts import count_exchanges, end_exchanges
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, require_none, total_norm
+from elastic.engines.fsdp2.layers.tensor_parallel import require_local
 from elastic.engines.fsdp2.meshes import (
     COPIES,
     EXPERTS,
@@ -34,7 +35,6 @@ from elastic.engines.fsdp2.meshes import (
 )
 from elastic.engines.fsdp2.sharding import gathered, reshard
 from elastic.engines.fsdp2.state import Fsdp2State
-from elastic.engines.fsdp2.tensor_parallel import require_local
 from elastic.engines.json_values import decode, encode
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment

@@ -19,7 +19,8 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from elastic.engines.fsdp2 import experts, tensor_parallel
+from elastic.engines.fsdp2 import experts
+from elastic.engines.fsdp2.layers import tensor_parallel
 from elastic.engines.model.plain_names import named_parameters
 
 # What `fully_shard` marks modules with, for torch.compile.

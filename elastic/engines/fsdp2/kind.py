@@ -22,12 +22,12 @@ from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, 
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.belongings import Belongings, is_released, released_if_it_fails
 from elastic.engines.fsdp2.config import read_options, refuse_copies, resolve
+from elastic.engines.fsdp2.layers.tensor_parallel import is_known, read_plan, require_even
 from elastic.engines.fsdp2.meshes import forget_meshes
 from elastic.engines.fsdp2.pipeline.adapter import PipelineAdapter, PipelineEngine
 from elastic.engines.fsdp2.pipeline.layers import Cut, put_back, read_layers
 from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import repoint, shard_model
-from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_even
 from elastic.engines.model.expert_layers import require_shareable
 from elastic.engines.model.plain_names import named_parameters
 

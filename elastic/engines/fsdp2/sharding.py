@@ -19,8 +19,8 @@ from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2 import deferred
 from elastic.engines.fsdp2.belongings import adopt, gather_to_generate, is_released, parameter_groups
 from elastic.engines.fsdp2.experts import share
+from elastic.engines.fsdp2.layers.tensor_parallel import Plan, apply
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, Meshes, make_meshes
-from elastic.engines.fsdp2.tensor_parallel import Plan, apply
 from elastic.engines.model.plain_names import named_parameters, plain
 
 # Of each optimizer: the names that the model's parameters had, and of those that it was given in each group, the names,

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
+from elastic.engines.fsdp2.layers.tensor_parallel import cuts_of
 from elastic.engines.fsdp2.local_step import local_of
 from elastic.engines.fsdp2.meshes import Meshes, is_experts, rows_of, slice_shape
 from elastic.engines.fsdp2.sharding import reshard, summed_gradients
-from elastic.engines.fsdp2.tensor_parallel import cuts_of
 from elastic.engines.live_state import (
     PARAM,
     Beside,

@@ -52,6 +52,17 @@ def refuse_transposed(model: torch.nn.Module, tp: int) -> None:
         )
 
 
+def refuse_adapters(model: torch.nn.Module, tp: int) -> None:
+    """Raises UsageError for a model with adapters of PEFT, whose own small matrices AutoTP would cut by themselves."""
+    found = next((name for name, module in named_modules(model) if hasattr(module, "base_layer")), None)
+    if found is not None:
+        raise UsageError(
+            f"{described(1, tp)}: {found!r} of {type(model).__name__} has an adapter of PEFT, which AutoTP does not "
+            "know; share its layers with engine: fsdp2, which cuts LoRA with them, or partition its weights without "
+            "mesh.tp (zero_optimization.stage: 3)"
+        )
+
+
 def is_conv1d(module: Any) -> bool:
     """Is it transformers' layer with a matrix [input, output]?"""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

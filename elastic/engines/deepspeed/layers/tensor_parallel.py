@@ -13,7 +13,7 @@ from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.engines.deepspeed.refused import refuse_zero_init
 from elastic.engines.model.plain_names import named_modules
-from elastic.engines.model.shared_layers import is_fused, refuse_transposed
+from elastic.engines.model.shared_layers import is_fused, refuse_adapters, refuse_transposed
 
 _SECTION = "tensor_parallel"
 # (key, when it is refused, why)
@@ -69,6 +69,7 @@ def refuse_unshardable(model: Any, tp: int) -> None:
     from deepspeed.runtime.tensor_parallel import init_utils
 
     refuse_transposed(model, tp)
+    refuse_adapters(model, tp)
     if getattr(model, "ds_autotp_parsed", False):
         raise UsageError(
             "the model has been sliced by tensor parallelism before, which cannot be undone; build it anew in the "

@@ -17,8 +17,8 @@ from torch import nn
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.stages import balanced, holders, stages_that_fit
+from elastic.engines.fsdp2.layers.tensor_parallel import matches
 from elastic.engines.fsdp2.pipeline.passes import Arguments, Pass
-from elastic.engines.fsdp2.tensor_parallel import matches
 from elastic.engines.model.pipeline import Pipeline
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters
 

@@ -16,12 +16,12 @@ from elastic.engines.fsdp2 import deferred
 from elastic.engines.fsdp2.belongings import is_released
 from elastic.engines.fsdp2.config import BACK
 from elastic.engines.fsdp2.experts import share
+from elastic.engines.fsdp2.layers.tensor_parallel import Plan, apply
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
 from elastic.engines.fsdp2.pipeline.layers import Cut, Row, cut, parent_of, places_of_others, prune
 from elastic.engines.fsdp2.pipeline.own_forward import require_callable
 from elastic.engines.fsdp2.pipeline.tied import Groups, groups_of_tied, require_alike
 from elastic.engines.fsdp2.sharding import FirstValues, move, require_shardable, shard_units, units
-from elastic.engines.fsdp2.tensor_parallel import Plan, apply
 from elastic.engines.model.pipeline import Pipeline
 
 

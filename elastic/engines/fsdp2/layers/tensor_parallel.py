@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.core.sharding.cuts import Cut
-from elastic.engines.fsdp2 import conv1d
+from elastic.engines.fsdp2.layers import adapters, conv1d
 from elastic.engines.fsdp2.meshes import cut_of
 from elastic.engines.model.cuts import Cuts, Whole
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, plain
@@ -63,10 +63,9 @@ def read_plan(given: Any, model: nn.Module, *sizes: int, experts: Collection[str
     Raises UsageError where there is none, and for a pattern or a style that cannot be honoured, by name.
     """
     own, tp = given is None, max(sizes)
+    modules = dict(named_modules(model))
     if own:
-        given = getattr(model, "_tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if own and not given and any(is_conv1d(module) for module in model.modules()):
-        given = conv1d.PLAN
+        given = _own_plan(model, modules)
     if isinstance(given, ParallelStyle):
         given = {"": given}
     if not given or not isinstance(given, Mapping):
@@ -74,32 +73,38 @@ def read_plan(given: Any, model: nn.Module, *sizes: int, experts: Collection[str
             f"{described(1, tp)}: nothing says how the layers of {type(model).__name__} are cut; pass tp_plan= to "
             'elastic.initialize, as torch\'s parallelize_module takes it: {"layers.*.up": ColwiseParallel(), ...}'
         )
-    modules = dict(named_modules(model))
     parameters = [name for name, _ in named_parameters(model) if name.rpartition(".")[0] not in experts]
-    plan: list[tuple[str, ParallelStyle]] = []
-    named: dict[str, str] = {}
+    named: dict[str, tuple[str, ParallelStyle]] = {}
     for pattern, style in given.items():
-        found = [name for name in modules if matches(name, pattern)]
-        shared = [name for name in found if any(f"{name}.".startswith(f"{layer}.") for layer in experts)]
-        if shared and not own:
-            raise UsageError(
-                f"tp_plan: {pattern!r} says how {shared[0]!r} is cut, whose experts ranks share (mesh.ep): leave it out"
-            )
-        found = [name for name in found if name not in shared]
-        twice = next((name for name in found if name in named), None)
-        if twice is not None:
-            raise UsageError(f"tp_plan: {named[twice]!r} and {pattern!r} both say how {twice!r} is cut; leave one out")
-        named |= {name: pattern for name in found}
-        if found:
-            plan += [(name, _style(style, name, modules)) for name in found]
-        elif not own or (not shared and any(matches(name, pattern) for name in parameters)):
-            raise UsageError(f"tp_plan: the model has no module {pattern!r}; it has {_first(modules)}")
-    for (name, style), size in product(plan, sizes):
+        for name in _matched(pattern, modules, parameters, experts, own):
+            if name in named:
+                raise UsageError(
+                    f"tp_plan: {named[name][0]!r} and {pattern!r} both say how {name!r} is cut; leave one out"
+                )
+            named[name] = (pattern, _style(style, name, modules))
+    if not named:
+        raise UsageError(f"tp_plan: none of {[*given]} is a module of {type(model).__name__}; pass tp_plan= that fits")
+    for (name, (_, style)), size in product(named.items(), sizes):
         if size > 1 and _is_cut(style):
             refuse_split_heads(model, name, size)
-    if not plan:
-        raise UsageError(f"tp_plan: none of {[*given]} is a module of {type(model).__name__}; pass tp_plan= that fits")
-    return tuple(plan)
+    parts = (part for name, (_, style) in named.items() for part in adapters.parts(name, style, modules))
+    return tuple((name, conv1d.for_module(style, modules[name])) for name, style in parts)
+
+
+def _matched(
+    pattern: str, modules: Mapping[str, nn.Module], parameters: Iterable[str], experts: Collection[str], own: bool
+) -> list[str]:
+    """The modules of that pattern, but for experts that ranks share."""
+    found = [name for name in modules if matches(name, pattern)]
+    shared = [name for name in found if any(f"{name}.".startswith(f"{layer}.") for layer in experts)]
+    if shared and not own:
+        raise UsageError(
+            f"tp_plan: {pattern!r} says how {shared[0]!r} is cut, whose experts ranks share (mesh.ep): leave it out"
+        )
+    absent = not own or (not shared and any(matches(name, pattern) for name in parameters))
+    if absent and len(found) == len(shared):
+        raise UsageError(f"tp_plan: the model has no module {pattern!r}; it has {_first(modules)}")
+    return [name for name in found if name not in shared]
 
 
 def is_known(plan: Plan) -> bool:
@@ -175,6 +180,16 @@ def matches(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
+def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> Mapping[str, Any] | None:
+    """By the names of all of the model, which may be one of transformers with adapters around it."""
+    base = adapters.base_of(model)
+    given = getattr(base, "_tp_plan", None) or getattr(getattr(base, "config", None), "base_model_tp_plan", None)
+    if not given and any(is_conv1d(module) for module in base.modules()):
+        given = conv1d.PLAN
+    above = next((f"{name}." for name, module in modules.items() if module is base and name), "")
+    return {f"{above}{pattern}": style for pattern, style in given.items()} if given else None
+
+
 def _style(style: Any, name: str, modules: Mapping[str, nn.Module]) -> ParallelStyle:
     if isinstance(style, str):
         if style not in _NAMED:
@@ -193,7 +208,7 @@ def _style(style: Any, name: str, modules: Mapping[str, nn.Module]) -> ParallelS
             f"tp_plan: {name!r} holds several projections, and a rank would have the rows of one and not of another: "
             "make each a module of its own, or gather its output (output_layouts=Replicate())"
         )
-    return conv1d.for_module(style, modules[name])
+    return style
 
 
 def _is_cut(style: ParallelStyle) -> bool:
