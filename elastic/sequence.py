@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from elastic.training.user.sequence import attention, group, mean, rank, size, split
+from elastic.training.user.sequence import attention, gather, group, mean, rank, size, split
 
-__all__ = ["attention", "group", "mean", "rank", "size", "split"]
+__all__ = ["attention", "gather", "group", "mean", "rank", "size", "split"]

@@ -23,7 +23,13 @@ from elastic.core.generation_spec import GenerationSpec
 from elastic.data import hugging_face, stream
 from elastic.engines.foreign_loops import OWN
 from elastic.engines.select import engine_kind
-from elastic.integrations import transformers_arguments, transformers_best, transformers_state, transformers_weights
+from elastic.integrations import (
+    transformers_arguments,
+    transformers_best,
+    transformers_sequences,
+    transformers_state,
+    transformers_weights,
+)
 from elastic.training import api, context
 from elastic.training.data.stream.foreign import is_hugging_face, streamed
 from elastic.training.engine import ElasticEngine
@@ -58,6 +64,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     callback_handler: Any
     accelerator: Any
     _epoch: tuple[int, int]
+    _shares_sequences = False
+    _only_losses = True
 
     def create_accelerator_and_postprocess(self) -> None:
         """Called by the constructor. What accelerate keeps for the process is of the generation before: it is reset."""
@@ -104,6 +112,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             elif (weights := engine.whole_weights()) and self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=weights)
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As transformers' own; where workers share sequences that of whole ones, by the workers' parts of them."""
+        if not self._shares_sequences:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = transformers_sequences.loss(model, inputs, return_outputs and not self._only_losses)
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        self._only_losses = prediction_loss_only
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with transformers_weights.told_of(self.model_wrapped):
             return super().evaluation_loop(*args, **kwargs)
@@ -146,6 +167,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         spec = spec_alone() or _spec()
         kind = engine_kind(spec.engine)
         transformers_arguments.refuse_mesh(self, spec)
+        self._shares_sequences = transformers_sequences.shares(self, spec.sp)
         config = transformers_arguments.engine_config(self.args, spec)
         dataset, collate = self._training_data()
         read: dict[str, Any] = {

@@ -6,19 +6,25 @@ from typing import Any
 
 import crew
 import torch
-from hugging_face import model_of, text
+from hugging_face import LENGTH, model_of, text
 from scheduled import may_stay
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, length: int = LENGTH) -> None:
+        self._size, self._length = size, length
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": text(index)[0], "labels": text(index)[1]}
+        return {name: words[: self._length] for name, words in zip(("input_ids", "labels"), text(index), strict=True)}
+
+
+def right(found: Any) -> dict[str, float]:
+    """How many tokens were foretold."""
+    guessed = found.predictions[:, :-1].argmax(-1)
+    return {"right": float((guessed == found.label_ids[:, 1:]).mean()), "places": float(found.predictions.shape[1])}
 
 
 def stopped(base: Any, config: dict[str, Any]) -> Any:
@@ -84,6 +90,7 @@ def trains(config: dict[str, Any]) -> None:
             load_best_model_at_end=config.get("best", False),
             metric_for_best_model="eval_loss",
             greater_is_better=True,
+            label_smoothing_factor=config.get("smoothing", 0.0),
             report_to=[],
             # A progress bar is made where the training begins, on rank 0 alone.
             disable_tqdm=False,
@@ -92,8 +99,9 @@ def trains(config: dict[str, Any]) -> None:
             dataloader_num_workers=config.get("readers", 0),
             dataloader_persistent_workers=bool(config.get("readers")),
         ),
-        train_dataset=Tokens(37),
-        eval_dataset=Tokens(config.get("evaluates", 10)),
+        train_dataset=Tokens(37, config.get("length", LENGTH)),
+        eval_dataset=Tokens(config.get("evaluates", 10), config.get("length", LENGTH)),
+        compute_metrics=right if config.get("metrics") else None,
         callbacks=[counting],
     )
     crew.point("set up")

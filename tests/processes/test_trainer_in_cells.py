@@ -26,6 +26,7 @@ LIBRARY = "library_trainers.trains"
 EVALUATES = 32
 LLAMA: dict[str, Any] = {"family": "Llama", "model": {"tie_word_embeddings": True}}
 MIXTRAL: dict[str, Any] = {"family": "Mixtral", "model": {"num_local_experts": 4, "num_experts_per_tok": 2}}
+SEQUENCES: dict[str, Any] = {"family": "Llama", "model": {"attn_implementation": "elastic"}}
 GPT2: dict[str, Any] = {"family": "GPT2", "model": {"resid_pdrop": 0.1}}
 
 
@@ -53,7 +54,7 @@ def through_cells(
     assert {point for point in left if "it has stood by" not in point} == set()
 
     # As many samples to a step as those that read others have together.
-    readers = 4 // shared.get("tp", 1)
+    readers = 4 // (shared.get("tp", 1) * shared.get("sp", 1))
     quiet = {**config, "accumulates": 2 * readers, "url": str(folder / "still")}
     (still,) = crew.run([0], trains, quiet, **{**more, **whole, "max_world_size": 1})
     _assert_ended([still], "finished", last)
@@ -96,6 +97,26 @@ def test_trainers_of_trl_where_workers_share_layers(
     assert_alike(grown, still, tmp_path, False)
 
 
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (1, {}),
+        (3, {"length": 7, "metrics": True}),
+        (None, {"length": 7}),
+        (None, {"metrics": True, "best": True}),
+    ],
+)
+def test_workers_that_share_sequences_log_evaluate_and_save_what_one_does(
+    crew: Crew, tmp_path: Path, stage: int | None, more: dict[str, Any]
+) -> None:
+    """Sequences of seven tokens are filled up to eight."""
+    engine, config = engine_of(stage), {"model": SEQUENCES, **more}
+    grown, still = through_cells(crew, tmp_path, config, {**engine, "sp": 2}, engine, 14)
+    assert_alike(grown, still, tmp_path, bool(more.get("best")))
+    shared = [use.axis for outcome in grown for report in outcome.reports for use in report.collectives]
+    assert "sp" in shared
+
+
 def test_adapters_on_shared_layers_are_saved_whole(crew: Crew, tmp_path: Path) -> None:
     """The first evaluated are the best. What is dropped before the adapters is drawn alike in a cell."""
     pytest.importorskip("trl", reason="trl is not installed")
@@ -111,6 +132,7 @@ def test_adapters_on_shared_layers_are_saved_whole(crew: Crew, tmp_path: Path) -
         (LIBRARY, {"kind": "SFT", "lora": False}, {"tp": 2}, "TRL multiplies by lm_head.weight itself"),
         (TRAINS, {"model": MIXTRAL}, {"ep": 2, **engine_of(1)}, "gives the experts other names"),
         (TRAINS, {}, {"pp": 2, "engine": "fsdp2"}, "which the last stage alone has"),
+        (TRAINS, {"model": SEQUENCES, "smoothing": 0.1}, {"sp": 2}, "label_smoothing_factor is of whole sequences"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_name(

@@ -79,6 +79,26 @@ def split(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 @_between_graphs
+def gather(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """The whole of what `split` gives parts of, on all ranks of the cell: for what an evaluation has found. It has no
+    gradient: raises UsageError for a tensor that needs one."""
+    generation = context.current()
+    if generation is None or generation.scope.spec.sp == 1:
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise UsageError(
+            "elastic.sequence.gather was given a tensor that needs a gradient, which it does not have; compute the "
+            "loss of each part, and elastic.sequence.mean of these"
+        )
+    parts = [torch.zeros_like(tensor) for _ in range(generation.scope.spec.sp)]
+    if not generation.scope.broken:
+        with generation.scope.translating():
+            collect = _counted(generation, "all_gather", dist.all_gather)
+            collect(parts, tensor.detach().contiguous(), group=generation.group.along("sp"))
+    return torch.cat(parts, dim)
+
+
+@_between_graphs
 def mean(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     """The mean over the tokens of whole sequences: the sum of all parts' `total` by the sum of their `count`.
 
