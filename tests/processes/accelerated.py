@@ -14,6 +14,16 @@ import elastic
 EVALUATED = 10
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The same without a length."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Any:
+        return iter([self._rows[number] for number in range(len(self._rows))])
+
+
 class Rows(torch.utils.data.Dataset[Any]):
     def __init__(self, size: int, seed: int) -> None:
         made = torch.Generator().manual_seed(seed)
@@ -52,7 +62,7 @@ def classifies(config: dict[str, Any]) -> None:
         sampler: Any = torch.utils.data.DistributedSampler(rows)
         evaluated: Any = DataLoader(rows, batch_size=2, sampler=sampler)
     else:
-        evaluated = accelerator.prepare(DataLoader(rows, batch_size=2))
+        evaluated = accelerator.prepare(DataLoader(Stream(rows) if config.get("streams") else rows, batch_size=2))
     engine, _, loader, _ = elastic.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),

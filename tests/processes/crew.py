@@ -401,6 +401,7 @@ class Training:
 
 
 def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
+    from elastic.core.mesh import Mesh
     from elastic.engines.select import engine_kind
     from elastic.training.in_loop.ahead import Ahead
 
@@ -412,7 +413,8 @@ def _ahead(runner: Any, config: Mapping[str, Any]) -> Any:
     kind, passes = engine_kind(spec.engine), config.get("passes", ())
     place = config.get("places", {}).get((spec.generation, spec.rank), config.get("place"))
     return Ahead(spec.run_id, spec.seed, kind, first, passes=lambda: passes, rehearsed=point, place=lambda: place,
-        alone=replace(spec, generation=1, rank=0, world_size=1, checkpoint=None),
+        alone=replace(spec, generation=1, rank=0, world_size=1, checkpoint=None, sp=1, tp=1, ep=1, pp=1),
+        mesh=lambda size: Mesh.of(size, spec.sp, spec.tp, spec.ep, spec.pp),
         recording=lambda: _told_recording(config))  # fmt: skip
 
 

@@ -98,6 +98,25 @@ def test_workers_that_share_layers_evaluate_the_same_samples(crew: Crew, tmp_pat
     assert [outcome.told["process"] for outcome in grown] == [(number, 4) for number in range(4)]
 
 
+def test_one_that_joins_a_cell_streams_the_samples_of_its_cell(crew: Crew, tmp_path: Path) -> None:
+    """Its DataLoader is made while the others train. Left to itself accelerate would have it take other items of each
+    batch from the first process, which deals none: the others read the stream themselves."""
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 4, "checkpoint_every_steps": 1}
+    shared: dict[str, Any] = {**more, "engine": "fsdp2", "tp": 2}
+    config: dict[str, Any] = {"in_loop": True, "ahead": True, "stage": None, "streams": True, "url": str(tmp_path)}
+    begun = crew.run([0, 1, 2, 3], CLASSIFIES, config, end_at=AT, **shared)
+    _assert_ended(begun, "ended", AT)
+    crew.replace(3)
+    saved = CheckpointStore(str(tmp_path), "run").list()[0].id
+    grown = crew.run([0, 1, 2, 3], CLASSIFIES, {**config, "place": (3, 4)}, checkpoint=saved, **shared)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert [outcome.told["process"] for outcome in grown] == [(number, 4) for number in range(4)]
+    whole = {**config, "url": str(tmp_path / "still")}
+    (still,) = crew.run([2], CLASSIFIES, whole, engine="fsdp2", **more)
+    # A stream has no length, so that accelerate cannot tell which samples fill up its end.
+    assert grown[0].told["labels"] == still.told["labels"]
+
+
 @pytest.mark.parametrize("stage", [1, None])
 def test_samples_that_a_script_deals_by_rank_to_workers_that_share_layers_are_refused(
     crew: Crew, tmp_path: Path, stage: int | None

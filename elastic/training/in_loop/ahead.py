@@ -35,6 +35,7 @@ from elastic.training.in_loop.alone import engine_alone
 from elastic.training.in_loop.assembly import Given
 from elastic.training.in_loop.group_of_all import GroupOfAll
 from elastic.training.in_loop.rehearsal import Rehearsal
+from elastic.training.user import accelerate_calls
 
 if TYPE_CHECKING:
     from elastic.training.loop import GenerationRunner
@@ -121,6 +122,8 @@ class _Gate:
     def tell(self) -> tuple[int, int] | None:
         """The answer that the function gets, the same each time; None: it waits for its generation."""
         self.told = self._place if self.is_placed() else None
+        if self.told is not None and self._ahead.mesh is not None:
+            accelerate_calls.expect(self._ahead.mesh(self.told[1]))
         return self.told
 
     def early(self) -> dict[str, Callable[[], Any]]:
@@ -152,7 +155,7 @@ class _Gate:
     def recording(self) -> bytes:
         """Returns when it has been told, or the generation is there."""
         while (found := self._ahead.recording()) is None and not self._ahead.begins(_ASKS_EVERY_S):
-            pass
+            accelerate_calls.expect(self._ahead.mesh(self.told[1]))
         return found or b""
 
     def pass_through(self) -> None:

@@ -58,6 +58,12 @@ def joined(rank: int, mesh: Mesh, engine: Callable[[], Any]) -> None:
         share.num_processes, share.process_index = mesh.dp, mesh.data(rank)
 
 
+def expect(mesh: Mesh) -> None:
+    """That of the generation that this process will join: it has been told its place there."""
+    global _mesh
+    _mesh = mesh
+
+
 def began() -> None:
     """The engine is there: is the function to be called again for another generation?"""
     engine = None if _engine is None else _engine()
@@ -75,8 +81,8 @@ def _require_whole_parts(share: Any) -> None:
 
 
 def left() -> None:
-    global _engine
-    _engine = None
+    global _engine, _mesh
+    _engine, _mesh = None, Mesh(1)
 
 
 def _save_state(accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
