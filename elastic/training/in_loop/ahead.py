@@ -155,7 +155,7 @@ class _Gate:
     def recording(self) -> bytes:
         """Returns when it has been told, or the generation is there."""
         while (found := self._ahead.recording()) is None and not self._ahead.begins(_ASKS_EVERY_S):
-            accelerate_calls.expect(self._ahead.mesh(self.told[1]))
+            pass
         return found or b""
 
     def pass_through(self) -> None:
