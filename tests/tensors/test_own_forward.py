@@ -182,10 +182,11 @@ TRAINS: Any = SimpleNamespace(samples=None)
         ({"skips": 2}, "layer 'blocks.2' was not called before 'blocks.3', which comes later"),
         ({"passes on": True}, "layer 'blocks.2' begins a stage, .* besides its first argument that have gradients"),
         ({"comes back": True}, "layer 'blocks.0' is called after 'norm', which comes later"),
-        ({"takes": True}, "gives NaN in stage 1, and has asked for blocks.0.inner.weight, words.weight, of"),
+        ({"adds": True}, r"layer 'norm' is called with NaN in stage 1, .* gives \(a skip connection\)"),
+        ({"takes": True}, "NaN in stage 1, and the model has asked for blocks.0.inner.weight, words.weight, of"),
         (
             {"adds up": True},
-            "has asked for blocks.0.uneven, blocks.1.uneven, words.weight, of layers of other stages",
+            "the model has asked for blocks.0.uneven, blocks.1.uneven, words.weight, of layers of other stages",
         ),
         ({"calls a part": True}, "layer 'blocks.0' is not called as a whole: 'inner' of it is"),
         ({"changes": True}, "the model's forward has changed the buffer 'turns', which is of no layer"),
@@ -208,12 +209,27 @@ def test_layers_that_are_named_in_another_order_are_refused() -> None:
 
 
 def test_what_follows_from_earlier_layers_besides_shows() -> None:
-    """Also where nothing of it has a gradient, or it is used at the end."""
+    """Also where nothing of it has a gradient; and where it is used at the end of a later pass than the first."""
     stages = stages_of(pipeline(), 2, **{"passes on": True})
     with torch.no_grad(), pytest.raises(UsageError, match="follow from layers of earlier stages"):
         called(stages, (WORDS, WORDS))
-    found, _ = called(stages_of(pipeline(), 2, adds=True), {"words": WORDS, "labels": WORDS})
-    assert found.isnan()
+    adding: dict[str, Any] = {}
+    stages = stages_of(pipeline(), 2, **{"adds": adding})
+    assert called(stages, {"words": WORDS, "labels": WORDS})[0].isfinite()
+    for model, _ in stages:
+        model.does["adds"] = True
+    assert called(stages, {"words": WORDS, "labels": WORDS})[0].isnan()
+
+
+def test_nan_of_a_models_own_is_no_skip_connection() -> None:
+    """A sample that is none, weights that have run away: the run's policy decides."""
+    stages = stages_of(pipeline(), 2)
+    for model, _ in stages:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name == "blocks.3.inner.weight":
+                    parameter.fill_(torch.nan)
+    assert called(stages, {"words": WORDS, "labels": WORDS})[0].isnan()
 
 
 def test_a_checkpoint_around_a_layers_call_is_refused_in_its_backward_pass() -> None:

@@ -42,6 +42,8 @@ class OwnForward:
         # Of the call at hand.
         self._received: tuple[torch.Tensor, ...] = ()
         self._trains = False
+        # Is NaN that shows now of another stage's layer? In each stage's first pass, until there is NaN of its own.
+        self._finite = False
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -56,6 +58,7 @@ class OwnForward:
         own = self._cut.layers_of(self.stage)
         outside = [(name, self._model.get_buffer(name)) for name in self._cut.outside]
         versions = [buffer._version for _, buffer in outside]
+        self._finite = self.stage not in self._looked_at and not _has_nan((inputs, named, self._received))
         with self._watched():
             try:
                 output = self._forward(*inputs, **named)
@@ -67,7 +70,7 @@ class OwnForward:
                     raise self._wrong(own.stop, "was not called by the model's forward")
                 if self._gives_loss:
                     output = _loss_in(output, self._model)
-            self._require_none_taken(output)
+            self._require_finite("the model's forward gives NaN", output)
         for (name, before), version in zip(outside, versions, strict=True):
             if self._model.get_buffer(name) is not before or before._version != version:
                 raise UsageError(
@@ -141,10 +144,13 @@ class OwnForward:
             inputs, named = _with_first(self._received[0], inputs, named)
             if self.stage not in self._looked_at:
                 self._require_no_more(number, inputs, named)
+        self._require_finite(f"layer {self._cut.names[number]!r} is called with NaN", (inputs, named))
         called.append(number)
         if self.before is not None:
             self.before(number)
-        return self._layers[number](*inputs, **named)
+        output = self._layers[number](*inputs, **named)
+        self._finite = self._finite and not _has_nan(output)
+        return output
 
     def _sent(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
         first, *others = (*inputs, *named.values()) or (None,)
@@ -160,30 +166,34 @@ class OwnForward:
                 "begins a stage, and is given other tensors besides its first argument that have gradients: these do "
                 "not travel from stage to stage; let another layer begin it in elastic.Pipeline(begins=...)",
             )
+        self._require_finite(f"layer {self._cut.names[number]!r} is called with NaN", first)
         return first
 
     def _require_no_more(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         _, *others = (*inputs, *named.values())
-        tensors = [each for each in tree_leaves(others) if isinstance(each, torch.Tensor)]
-        if any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors):
+        if _has_nan(others):
             raise self._wrong(
                 number,
                 "begins a stage, and is given other tensors besides its first argument that follow from layers of "
                 "earlier stages (they have NaN here): let another layer begin it in elastic.Pipeline(begins=...)",
             )
 
-    def _require_none_taken(self, output: Any) -> None:
-        """Sizes and types may be asked for; in a stage's first pass it shows whether that was all."""
-        if not self._taken or self.stage in self._looked_at:
+    def _require_finite(self, what: str, values: Any) -> None:
+        """Raises UsageError where these have NaN that is of another stage's layer: the model uses it."""
+        if not self._finite or not _has_nan(values):
             return
-        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
-        if any(bool(each.isnan().any()) for each in tensors):
+        where = f"elastic.Pipeline(own_forward=True): {what} in stage {self.stage}"
+        if self._taken:
             raise UsageError(
-                f"elastic.Pipeline(own_forward=True): the model's forward gives NaN in stage {self.stage}, and has "
-                f"asked for {', '.join(sorted(set(self._taken)))}, of layers of other stages. Let layers pass on what "
-                "they compute for others; a head with the embedding's weight is a module that has the same parameter "
-                "(head.weight = embed.weight), which is trained as one"
+                f"{where}, and the model has asked for {', '.join(sorted(set(self._taken)))}, of layers of other "
+                "stages. Let layers pass on what they compute for others; a head with the embedding's weight is a "
+                "module that has the same parameter (head.weight = embed.weight), which is trained as one"
             )
+        raise UsageError(
+            f"{where}, which neither the stage before has sent nor a layer here has given: the model uses what a "
+            "layer of another stage gives (a skip connection), and only what a stage's first layer is called with "
+            "travels. Let layers pass it on, or keep them in one stage (elastic.Pipeline(begins=...))"
+        )
 
     def _next(self, begin: int) -> Sequence[int]:
         """The layers that stay with this one, and so may be called first."""
@@ -252,6 +262,11 @@ class _Watched(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         forward, number, _, part = self.elastic_watched
         return forward.reached(number, inputs, named, part)
+
+
+def _has_nan(values: Any) -> bool:
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.is_floating_point())
+    return any(bool(each.isnan().any()) for each in tensors)
 
 
 def _found(parent: nn.Module, leaf: str) -> nn.Module:
