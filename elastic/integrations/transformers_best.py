@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import glob
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,10 +42,10 @@ class BestWeights:
         Collective; raises StorageError or UsageError on all ranks or on none."""
         if step == self.step:
             return
-        weights, error = engine.whole_weights(), None
+        weights, error = engine.whole_weights(_trained(model)), None
         if self._rank == 0:
             try:
-                self._write(_trained(model, weights), step)
+                self._write(weights, step)
             except ElasticError as caught:
                 error = caught
         assert dist.group.WORLD is not None
@@ -71,8 +70,7 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _trained(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _trained(model: torch.nn.Module) -> set[str]:
     """What training changes: of a model with adapters these alone."""
     names = {name for name, each in named_parameters(model) if each.requires_grad}
-    names |= {name for name, _ in named_buffers(model)}
-    return {name: weights[name] for name in names if name in weights}
+    return names | {name for name, _ in named_buffers(model)}

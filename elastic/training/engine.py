@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -331,14 +331,15 @@ class ElasticEngine:
         """
         self._steps.load_weights(WeightsSettings(os.fspath(source), tuple(allow_missing)))
 
-    def whole_weights(self) -> dict[str, torch.Tensor]:
+    def whole_weights(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Of the last finished step, the model's parameters and buffers as its state_dict has them without any mesh or
-        sharding: on rank 0, in host memory and the model's dtypes; on other ranks empty.
+        sharding: on rank 0, in host memory and the model's dtypes; on other ranks empty. `names`: these alone, the same
+        on all ranks; of tied parameters the first name.
 
         Collective, each tensor at a time whole on every device. Raises UsageError for layers of which nobody knows how
         ranks share them."""
         self._check("whole_weights")
-        return self._steps.whole_weights()
+        return self._steps.whole_weights(names)
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""

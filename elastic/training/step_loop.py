@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -337,10 +337,10 @@ class StepLoop:
             self._saving().load_weights(weights)
         self._loaded = True
 
-    def whole_weights(self) -> dict[str, torch.Tensor]:
+    def whole_weights(self, names: Collection[str] | None) -> dict[str, torch.Tensor]:
         """See `gather_whole`. Collective."""
         with self._scope.translating():
-            return self._saving().whole_weights()
+            return self._saving().whole_weights(names)
 
     def go_back(self, bad: BadStep) -> None:
         """The current step is not kept; the run resumes from an earlier one. Raises GenerationEnded, on every rank."""

@@ -101,6 +101,9 @@ def test_workers_that_share_layers_evaluate_the_same_samples(crew: Crew, tmp_pat
 def test_one_that_joins_a_cell_streams_the_samples_of_its_cell(crew: Crew, tmp_path: Path) -> None:
     """Its DataLoader is made while the others train. Left to itself accelerate would have it take other items of each
     batch from the first process, which deals none: the others read the stream themselves."""
+    for number in range(4):
+        # accelerate is to look at their processes here for the first time.
+        crew.replace(number)
     more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 4, "checkpoint_every_steps": 1}
     shared: dict[str, Any] = {**more, "engine": "fsdp2", "tp": 2}
     config: dict[str, Any] = {"in_loop": True, "ahead": True, "stage": None, "streams": True, "url": str(tmp_path)}

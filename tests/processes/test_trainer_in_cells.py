@@ -51,7 +51,8 @@ def through_cells(
     grown = crew.run([2, 0, 1, 3], trains, moved, checkpoint=store.list()[0].id, **shared)
     _assert_ended(grown, "finished", last)
     left = [point for member in crew.members for point in member.points if point.startswith("left")]
-    assert {point for point in left if "it has stood by" not in point} == set()
+    # Two stand by over an epoch's end, and make their Trainers again, which may take a second.
+    assert [point for point in left if "it has stood by" not in point and "its set-up has taken" not in point] == []
 
     # As many samples to a step as those that read others have together.
     readers = 4 // (shared.get("tp", 1) * shared.get("sp", 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -179,9 +179,9 @@ class Snapshots:
         self._state.begin_from(weights)
         self._loaded = True
 
-    def whole_weights(self) -> dict[str, torch.Tensor]:
+    def whole_weights(self, names: Collection[str] | None) -> dict[str, torch.Tensor]:
         """See `gather_whole`. Collective."""
-        return self._state.whole()
+        return self._state.whole(names)
 
     def drain(self) -> None:
         """Before the generation ends: hand over every snapshot that was begun, those of earlier steps too."""

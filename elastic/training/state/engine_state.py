@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -350,10 +350,10 @@ class EngineState:
         """Parameters and buffers from elsewhere; see `install_weights`. Collective: raises on all ranks or on none."""
         install_weights(self.sharded, weights, self.lanes, self._cuts)
 
-    def whole(self) -> dict[str, torch.Tensor]:
+    def whole(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """The model's tensors on rank 0; see `gather_whole`. Collective: raises on all ranks or on none."""
         inventory, layout, _ = self._wanted()
-        return gather_whole(self.sharded, inventory, layout, self._cuts, self.lanes, self._engine.device)
+        return gather_whole(self.sharded, inventory, layout, self._cuts, self.lanes, self._engine.device, names)
 
     def verified(self) -> None:
         """The verdict on a restore that is verified `later`. Collective until it was given, then nothing.

@@ -129,9 +129,9 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _place() -> tuple[int, int]:
-    """Among how many accelerate shares data out, and which of these this rank is."""
-    state = sys.modules["accelerate.state"].PartialState()
-    return state.num_processes // _mesh.per_cell, state.process_index // _mesh.per_cell
+    """Among how many accelerate shares data out, and which of these this rank is. (0, 0): it has not asked yet."""
+    known = sys.modules["accelerate.state"].PartialState._shared_state
+    return known.get("num_processes", 0) // _mesh.per_cell, known.get("process_index", 0) // _mesh.per_cell
 
 
 def _looking(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,11 @@ def gather_whole(
     cuts: Cuts | None,
     lanes: Lanes,
     device: torch.device,
+    names: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by their names in the plain model, all names of a tied one, on the CPU and in
-    the model's dtypes; on other ranks than 0 nothing. `written` is what this rank writes of a snapshot: each element is
-    on one rank. Of stages of a pipeline the tensors of all.
+    the model's dtypes; on other ranks than 0 nothing. `names`: these alone, the same on all ranks. `written` is what
+    this rank writes of a snapshot: each element is on one rank. Of stages of a pipeline the tensors of all.
 
     Collective over all ranks. A tensor at a time is whole on each rank's device. Raises UsageError for slices of which
     nobody knows how they are put together."""
@@ -43,7 +44,7 @@ def gather_whole(
         lanes.every.raise_together(unknown(sharded.module, cuts), "gathering whole weights")
     known = known_cuts(cuts)
     parts, found = _parts(inventory, written), dict[str, torch.Tensor]()
-    for tensor in _all(sharded, known, lanes):
+    for tensor in (each for each in _all(sharded, known, lanes) if names is None or each.name in names):
         whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         cut = known.get(tensor.name)
         # What is not sliced, the ranks with the first slices have.
@@ -56,7 +57,8 @@ def gather_whole(
         if lanes.every.rank == 0:
             found[tensor.name] = whole.cpu()
     if lanes.every.rank == 0:
-        found |= {alias: found[name] for alias, name in aliases(sharded.module).items() if name in found}
+        others = aliases(sharded.module).items()
+        found |= {alias: found[name] for alias, name in others if name in found and (names is None or alias in names)}
     return found
 
 
