@@ -193,6 +193,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         if PartialState().distributed_type == DistributedType.NO:
             engine.begin_again("accelerate takes this process for one that trains alone")
+        if self.args.save_on_each_node and not transformers_weights.everywhere(engine):
+            raise UsageError(
+                "TrainingArguments.save_on_each_node is not supported where no worker has the whole model: worker 0 "
+                "alone gathers and writes it; leave it out, with an output_dir that all nodes share"
+            )
         engine.followers = frozenset({"accelerate", "transformers"})
         transformers_weights.mark_others(engine, vars(self).values())
         # Not to be prepared for an evaluation: accelerate would move the weights away from where ZeRO has them.

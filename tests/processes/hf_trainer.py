@@ -90,6 +90,7 @@ def trains(config: dict[str, Any]) -> None:
             load_best_model_at_end=config.get("best", False),
             metric_for_best_model="eval_loss",
             greater_is_better=True,
+            save_on_each_node=config.get("each node", False),
             label_smoothing_factor=config.get("smoothing", 0.0),
             report_to=[],
             # A progress bar is made where the training begins, on rank 0 alone.

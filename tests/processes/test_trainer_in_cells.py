@@ -133,6 +133,7 @@ def test_adapters_on_shared_layers_are_saved_whole(crew: Crew, tmp_path: Path) -
         (LIBRARY, {"kind": "SFT", "lora": False}, {"tp": 2}, "TRL multiplies by lm_head.weight itself"),
         (TRAINS, {"model": MIXTRAL}, {"ep": 2, **engine_of(1)}, "gives the experts other names"),
         (TRAINS, {}, {"pp": 2, "engine": "fsdp2"}, "which the last stage alone has"),
+        (TRAINS, {"each node": True}, engine_of(3), "save_on_each_node is not supported where no worker has the whole"),
         (TRAINS, {"model": SEQUENCES, "smoothing": 0.1}, {"sp": 2}, "label_smoothing_factor is of whole sequences"),
     ],
 )
