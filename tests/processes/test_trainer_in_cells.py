@@ -38,15 +38,17 @@ def through_cells(
     whole: dict[str, Any],
     last: int,
     trains: str = TRAINS,
+    of_two: dict[str, Any] | None = None,
 ) -> tuple[list[Outcome], Outcome]:
-    """Two cells of two, one, and two again; and one rank by itself. Nobody was called again."""
+    """Two cells of two, one, and two again; and one rank by itself. Nobody was called again. `of_two`: what the second
+    generation has of its own."""
     more: dict[str, Any] = {"batch": BatchSettings(), "checkpoint_every_steps": 1}
     config = {**config, "in_loop": True, "victim": 0, "evaluates": EVALUATES, "saves": True}
     moved = {**config, "url": str(folder / "moved")}
     store = CheckpointStore(str(folder / "moved"), "run")
     shared = {**more, **shared, "max_world_size": 4}
     _assert_ended(crew.run([0, 1, 2, 3], trains, moved, end_at=3, **shared), "ended", 3)
-    fewer = crew.run([2, 0], trains, moved, end_at=6, checkpoint=store.list()[0].id, **shared)
+    fewer = crew.run([2, 0], trains, moved, end_at=6, checkpoint=store.list()[0].id, **{**shared, **(of_two or {})})
     _assert_ended(fewer, "ended", 6)
     grown = crew.run([2, 0, 1, 3], trains, moved, checkpoint=store.list()[0].id, **shared)
     _assert_ended(grown, "finished", last)
@@ -77,6 +79,17 @@ def test_workers_that_share_layers_log_evaluate_and_save_what_one_does(
             max(entry.get("total_flos", 0.0) for entry in each.told["log"]) for each in (grown[0], still)
         )
         assert counted == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, None])
+def test_another_number_of_workers_may_share_layers_in_each_generation(
+    crew: Crew, tmp_path: Path, stage: int | None
+) -> None:
+    engine, config = engine_of(stage), {"model": LLAMA, "best": True}
+    batch = {"batch": BatchSettings(global_batch=8, micro_batch=2)}
+    shared = {**engine, **batch, "tp": 2, "tp_sizes": (1, 2)}
+    grown, still = through_cells(crew, tmp_path, config, shared, {**engine, **batch}, 14, of_two={"tp": 1})
+    assert_alike(grown, still, tmp_path, True)
 
 
 @pytest.mark.parametrize("best", [False, True])
