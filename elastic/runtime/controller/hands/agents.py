@@ -90,6 +90,22 @@ class Agents:
         """The agent has died: the next `started` creates a new one."""
         self._tasks.pop(node, None)
 
+    async def forget_if_dead(self, node: str) -> None:
+        """After a worker could not be started there. An agent that ends by itself, as when it has not heard the
+        controller for its lease, is not noticed while it watches no worker; its memory and its forks end with it."""
+        agent = self.at_hand(node)
+        if agent is None:
+            return
+        try:
+            await asyncio.wait_for(agent.reach.remote({}), self._settings.failures.survey_timeout_s)
+        except ray.exceptions.RayActorError as error:
+            if not isinstance(error, ray.exceptions.ActorUnavailableError) and self.at_hand(node) is agent:
+                logger.warning("the agent of node %s has ended: %s", node[:8], sentence(error))
+                self.forget(node)
+        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError):
+            # Silence is judged by the heartbeat table.
+            pass
+
     def drop(self, node: str) -> None:
         """The node is released: end its agent."""
         agent, task = self.at_hand(node), self._tasks.pop(node, None)

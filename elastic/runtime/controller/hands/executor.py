@@ -203,6 +203,8 @@ class Executor:
             # An error raised in an actor has both its own class and Ray's, and prints the actor's traceback.
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             usage = isinstance(cause, UsageError)
+            # Before the next try, which would be given the same one.
+            await self._agents.forget_if_dead(node)
             self._emit(ev.WorkerStartFailed(worker, str(cause) if usage else sentence(error), usage))
         else:
             # The loss of this node costs more than that of any other already.

@@ -14,7 +14,7 @@ import ray
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.errors import ElasticError, Fenced, UsageError
+from elastic.core.errors import ElasticError, Fenced, StorageError, UsageError
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.core.settings import RunSettings, SnapshotSettings
 from elastic.entrypoint import parse_entry_point
@@ -60,6 +60,16 @@ def dead(*_: Any) -> Any:
     raise ray.exceptions.ActorDiedError
 
 
+def alive(*_: Any) -> Any:
+    return ()
+
+
+def without_memory(*_: Any) -> Any:
+    raise ray.exceptions.RayTaskError(
+        "prepare", "...", StorageError("this node's memory of snapshots cannot be reached")
+    )
+
+
 def unavailable(*_: Any) -> Any:
     raise ray.exceptions.ActorUnavailableError("connection reset", None)
 
@@ -77,7 +87,17 @@ async def settled(work: Executor) -> None:
         await asyncio.wait(tuple(work._tasks), timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize(("worker", "agent", "kept"), [(dead, dict, True), (lambda *_: {"pid": 1}, dead, False)])
+@pytest.mark.parametrize(
+    ("worker", "agent", "kept"),
+    [
+        (dead, alive, True),
+        (lambda *_: {"pid": 1}, dead, False),
+        # Seen: an agent that had ended unnoticed was given to worker after worker, until its node was quarantined.
+        (without_memory, dead, False),
+        (without_memory, alive, True),
+        (without_memory, unavailable, True),
+    ],
+)
 def test_a_worker_that_dies_while_it_starts_takes_no_agent_along(
     monkeypatch: pytest.MonkeyPatch, worker: Any, agent: Any, kept: bool
 ) -> None:
