@@ -110,7 +110,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if transformers_weights.everywhere(engine):
                 super().save_model(output_dir, _internal_call)
             elif (weights := engine.whole_weights()) and self.args.should_save:
-                self._save(output_dir or self.args.output_dir, state_dict=weights)
+                # What modules keep beside tensors is in each rank's own, where weights are parts or empty.
+                own = self.model.state_dict().items()
+                kept = {name: value for name, value in own if name.rpartition(".")[2] == "_extra_state"}
+                self._save(output_dir or self.args.output_dir, state_dict=weights | kept)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

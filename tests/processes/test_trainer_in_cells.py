@@ -81,6 +81,17 @@ def test_workers_that_share_layers_log_evaluate_and_save_what_one_does(
         assert counted == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", [3, None])
+def test_what_modules_keep_beside_tensors_is_saved_with_gathered_weights(
+    crew: Crew, tmp_path: Path, stage: int | None
+) -> None:
+    config = {"in_loop": True, "victim": 0, "counts": True, "saves": True, "url": str(tmp_path)}
+    done = crew.run([0, 1], TRAINS, config, batch=BatchSettings(max_steps=2), max_world_size=2, **engine_of(stage))
+    _assert_ended(done, "finished", 2)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["transformer.ln_f._extra_state"].tolist() == [3.0]
+
+
 @pytest.mark.parametrize("stage", [1, None])
 def test_another_number_of_workers_may_share_layers_in_each_generation(
     crew: Crew, tmp_path: Path, stage: int | None
