@@ -164,6 +164,8 @@ class ShardedState(Protocol):
 
     # ZeRO's stage, or the one that has the same layout: 0 where every rank holds everything.
     zero_stage: int
+    # The engine itself has made sure that the optimizer's result does not depend on the number of ranks.
+    optimizer_tried: bool
     rank: int
     world_size: int
     # The ranks with the same experts as this one, where ranks share experts, or with the same shard of everything.

@@ -34,6 +34,11 @@ _NUMEL, _CUT = 12_007, 5_003
 _STEPS = 2
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Is it known to update every weight by itself?"""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in _ELEMENTWISE
+
+
 def try_optimizer(
     base: torch.optim.Optimizer, partitioned: bool, live: Mapping[int, torch.Tensor] | None = None
 ) -> None:
@@ -44,7 +49,7 @@ def try_optimizer(
     during a step only.
     """
     kind = type(base)
-    if f"{kind.__module__}.{kind.__qualname__}" in _ELEMENTWISE:
+    if is_elementwise(base):
         return
     if partitioned:
         refuse_whole_tensor(kind.__name__)
@@ -118,19 +123,21 @@ def _copy(
                     # Made before the first step (torch's Adagrad): all elements alike.
                     start = value.reshape(-1)[:1] if value.numel() else value.new_zeros(1)
                     memo[id(value)] = start.detach().clone().expand(toy.shape).contiguous()
-    twin = _twin(base, memo)
+    twin = twin_of(base, memo)
     for group, tensor in zip(twin.param_groups, tensors, strict=True):
         group["params"] = [tensor]
     return twin, tensors
 
 
-def _twin(base: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Not `deepcopy(base)`: torch's optimizers copy their groups and state only, and lose what a subclass adds."""
+def twin_of(base: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy of it, with what `memo` has for objects by their ids.
+
+    Not `deepcopy(base)`: torch's optimizers copy their groups and state only, and lose what a subclass adds."""
     kind = type(base)
     twin = memo[id(base)] = kind.__new__(kind)
     for value in vars(base).values():
         if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
-            _twin(value, memo)
+            twin_of(value, memo)
     for name, value in vars(base).items():
         # Hooks belong to the engine that holds the original, a wrapper around `step` to a scheduler.
         if name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

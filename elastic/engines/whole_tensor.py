@@ -24,15 +24,33 @@ _WHOLE_TENSOR = {
 }
 
 
+# Of these, whose update depends on nothing but the tensor, its gradient, and state like it.
+_TENSOR_BY_TENSOR = frozenset({"fusedlamb", "lamb", "lars", "muon", "muonwithauxadam"})
+
+
+def refuse_beyond_tensors(name: str) -> None:
+    """Raise UsageError for an optimizer class, in any case of letters, that not even a step of whole tensors, one by
+    one, would leave as it is."""
+    why = _WHOLE_TENSOR.get(name.lower())
+    if why is not None and name.lower() not in _TENSOR_BY_TENSOR:
+        raise UsageError(
+            f"optimizer {name} cannot be used with the fsdp2 engine here: {why}, and its state is more than tensors of "
+            "the parameters' shapes, or its step depends on all of them; use AdamW, Muon or another optimizer whose "
+            "state can be cut"
+        )
+
+
 def refuse_whole_tensor(name: str) -> None:
     """Raise UsageError for an optimizer class, in any case of letters, that ZeRO's stages 1 to 3 would falsify."""
     why = _WHOLE_TENSOR.get(name.lower())
     if why is not None:
-        raise refused(name, why)
+        more = ", or engine: fsdp2, which steps it on whole tensors" if name.lower() in _TENSOR_BY_TENSOR else ""
+        raise refused(name, why, more)
 
 
-def refused(name: str, why: str) -> UsageError:
+def refused(name: str, why: str, more: str = "") -> UsageError:
     return UsageError(
         f"optimizer {name} cannot be used with ZeRO stages 1 to 3 here: {why}, and ZeRO cuts tensors at places that "
         "depend on the world size; use AdamW or another optimizer that updates every weight by itself, or stage 0"
+        + more
     )

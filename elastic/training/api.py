@@ -59,7 +59,8 @@ def initialize(
     `num_workers` and `prefetch_factor` are those of torch's DataLoader. `weights` is what a new run begins with: a
     folder (see `WeightsSettings`), or the job key `weights` as a dictionary. `tp_plan` says how FSDP2 cuts layers that
     ranks share, as torch's `parallelize_module` takes it; None for the model's own. `pipeline` makes an FSDP2 model a
-    row of layers, which ranks may share out in stages. With a checkpoint to resume from, everything is restored when
+    row of layers, which ranks may share out in stages. FSDP2 takes several optimizers, and schedulers, as lists. With a
+    checkpoint to resume from, everything is restored when
     this returns, `elastic.state` included.
 
     Outside of a run (`python train.py`, torchrun) it trains as DeepSpeed would, at the world size that the environment

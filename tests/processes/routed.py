@@ -8,6 +8,7 @@ import cells
 import compiled
 import crew
 import layered_model
+import optimizers
 import sharing_model
 import torch
 import trainings
@@ -37,7 +38,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model.model.layers[1].mlp.experts.w2.requires_grad_(not config.get("frozen", False))
     compiled.by(config.get("compiled", "nothing"), model, model.model.layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=config.get("rate", 0.02), eps=EPS)
+    optimizer = optimizers.of(config, trained, lr=config.get("rate", 0.02), eps=EPS)
     given = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
     given["config"] = {**trainings.fsdp2_options(config), "gradient_clipping": config.get("clipping", 0.3)}
     engine, _, loader, _ = elastic.initialize(

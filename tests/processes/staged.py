@@ -8,6 +8,7 @@ import cells
 import compiled
 import crew
 import layered_model
+import optimizers
 import sharing_model
 import torch
 import trainings
@@ -69,7 +70,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             layer.register_forward_hook(lambda *_: watched("forward"))
             layer.register_full_backward_hook(lambda *_: watched("backward"))
     compiled.by(config.get("compiled", "nothing"), model, model.layers)
-    optimizer = torch.optim.AdamW(trained(model), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
+    optimizer = optimizers.of(config, trained(model), lr=config.get("rate", 0.02), eps=config.get("eps", 1e-8))
     options = trainings.of_engine(config, optimizer) if config.get("schedule", True) else {}
     options["config"] = {**trainings.fsdp2_options(config), "gradient_clipping": config.get("clipping", 0.3)}
     loss = (BalancedLoss if config.get("experts") else Loss)(config)

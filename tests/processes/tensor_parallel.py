@@ -8,6 +8,7 @@ from typing import Any
 import cells
 import crew
 import layered_model
+import optimizers
 import sharing_model
 import torch
 import trainings
@@ -44,7 +45,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
             layer.compile(backend="aot_eager")
         if config.get("recomputed") == "wrapped":
             model.layers.register_module(name, checkpoint_wrapper(layer))
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02)
+    optimizer = optimizers.of(config, (p for p in model.parameters() if p.requires_grad), lr=0.02)
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=made.texts(config.get("size", 37), crew.indices),

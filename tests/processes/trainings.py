@@ -92,12 +92,13 @@ def fsdp2_options(config: dict[str, Any]) -> dict[str, Any]:
     return {"global_batch": 10, "micro_batch": 2, "gradient_clipping": 0.5, **config.get("fsdp2", {})}
 
 
-def of_engine(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def of_engine(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """What `elastic.initialize` is given besides, for the engine that `config` names."""
     if config.get("engine", "deepspeed") == "deepspeed":
         return {"config": deepspeed_config(config)}
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
-    return {"config": fsdp2_options(config), "lr_scheduler": schedule}
+    several = optimizer if isinstance(optimizer, list) else [optimizer]
+    schedules = [torch.optim.lr_scheduler.LinearLR(each, start_factor=0.1, total_iters=5) for each in several]
+    return {"config": fsdp2_options(config), "lr_scheduler": schedules if len(schedules) > 1 else schedules[0]}
 
 
 def weights_of(config: dict[str, Any]) -> Any:

@@ -30,13 +30,13 @@ from elastic.engines.fsdp2.belongings import Belongings, parameter_groups, relea
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
 from elastic.engines.fsdp2.layers.tensor_parallel import read_plan
-from elastic.engines.fsdp2.local_step import local_of
 from elastic.engines.fsdp2.meshes import EXPERTS as EXPERTS_AXIS
 from elastic.engines.fsdp2.meshes import SAME_EXPERTS, Meshes, forget_meshes
 from elastic.engines.fsdp2.pipeline.layers import read_layers
 from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.fsdp2.update.stand_ins import local_of
 from elastic.engines.live_state import MASTER
 from elastic.engines.model.expert_layers import NoDraws, expert_layers, require_shareable
 from elastic.engines.model.pipeline import Pipeline

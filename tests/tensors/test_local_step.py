@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.engines.fsdp2 import local_step
-from elastic.engines.fsdp2.local_step import local_of
+from elastic.engines.fsdp2.update import local_step
+from elastic.engines.fsdp2.update.stand_ins import local_of
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

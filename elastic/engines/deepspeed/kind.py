@@ -239,6 +239,8 @@ def _refuse(resolved: ResolvedConfig, objects: UserObjects) -> None:
         raise UsageError(
             "pipeline= is for engine: fsdp2; with DeepSpeed give a deepspeed.pipe.PipelineModule as the model"
         )
+    if isinstance(objects.optimizer, (list, tuple)) or isinstance(objects.lr_scheduler, (list, tuple)):
+        raise UsageError("several optimizers, or schedulers, are for engine: fsdp2; DeepSpeed's engine has one of each")
     refuse_model(objects.model)
     refuse_without_values(objects.model, resolved.begins)
     refuse_wrapped(objects.model, resolved.native)

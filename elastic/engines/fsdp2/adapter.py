@@ -16,7 +16,6 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
 from elastic.engines import saved_numbers
 from elastic.engines.base import GradientSums, ResolvedConfig, StepOutcome
-from elastic.engines.fsdp2 import local_step
 from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import CountedExchanges, count_collectives
 from elastic.engines.fsdp2.experts import count_exchanges, end_exchanges
@@ -35,6 +34,7 @@ from elastic.engines.fsdp2.meshes import (
 )
 from elastic.engines.fsdp2.sharding import gathered, reshard
 from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.fsdp2.update.update import Update
 from elastic.engines.json_values import decode, encode
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
@@ -171,6 +171,9 @@ class Fsdp2Adapter:
             self._counted.install()
             self._whole_gradients = WholeGradients(meshes.tp.get_group(), device, _ADDED_UP)
         self._all_reduce = self.ledger.timed("all_reduce", dist.all_reduce)
+        assert meshes.stage is not None
+        exchange = self.ledger.timed("all_to_all_single", dist.all_to_all_single)
+        self._step_optimizer = Update(native.optimizer, device, meshes.stage, exchange)
         # What the ledger showed at the first forward pass of the step; None between two steps.
         self._began_s: float | None = None
 
@@ -245,7 +248,7 @@ class Fsdp2Adapter:
             if self._clipping:
                 clip([gradient for gradient, _ in gradients], norm, self._clipping)
             with scaled_rates(native.optimizer.param_groups, self._rate_factor()):
-                local_step.step(native.optimizer)
+                self._step_optimizer()
             if native.lr_scheduler is not None:
                 native.lr_scheduler.step()
         else:

@@ -28,6 +28,7 @@ from elastic.engines.fsdp2.pipeline.adapter import PipelineAdapter, PipelineEngi
 from elastic.engines.fsdp2.pipeline.layers import Cut, put_back, read_layers
 from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import repoint, shard_model
+from elastic.engines.fsdp2.update.optimizers import one_of, scheduler_of
 from elastic.engines.model.expert_layers import require_shareable
 from elastic.engines.model.plain_names import named_parameters
 
@@ -125,8 +126,7 @@ class Fsdp2:
             belongings = "the script has called fully_shard itself, which binds its parameters to one world size"
         elif layer_group is not None and plan is not None and not is_known(plan):
             belongings = "tp_plan has styles besides torch's own: what they do to a model cannot be undone"
-        made = objects.lr_scheduler
-        scheduler = made(base) if callable(made) else made
+        scheduler = scheduler_of(objects.lr_scheduler, base)
         withhold = nonfinite == "skip"
         if cut is None:
             native = Fsdp2Engine(model, base, scheduler, resolved, device)
@@ -139,15 +139,16 @@ class Fsdp2:
 def _optimizer(
     objects: UserObjects, resolved: ResolvedConfig, before: dict[int, str], after: dict[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Over the sharded parameters. `objects.optimizer`: one, a function of the parameters, or None for the options'."""
-    given = objects.optimizer
+    """Over the sharded parameters. `objects.optimizer`: one, several, a function of the parameters that returns one or
+    several, or None for the options'."""
+    given = one_of(objects.optimizer)
     if isinstance(given, torch.optim.Optimizer):
         repoint(given, before, after)
         return given
     chosen = objects.model_parameters if objects.model_parameters is not None else after.values()
     parameters = [found for entry in chosen if (found := _sharded(entry, before, after)) is not None]
     if callable(given):
-        made = given(parameters)
+        made = one_of(given(parameters))
         if not isinstance(made, torch.optim.Optimizer):
             raise UsageError(f"optimizer= returned a {type(made).__name__}, not a torch optimizer")
         return made

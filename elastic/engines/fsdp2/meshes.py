@@ -39,7 +39,7 @@ class Meshes:
     None where all of them have it once together. `experts`: the ranks of a stage as groups of which each has its
     experts once (the axis `ep`, before it `tp` where ranks share layers, too), by ranks with the same ones (before
     these), and by copies of their shards (axis 0) where there are; None where every rank has all. `exchange`: the group
-    of them that this rank is in."""
+    of them that this rank is in. `stage`: all ranks with the same layers, whatever slices of them they have."""
 
     dp: DeviceMesh
     tp: DeviceMesh | None = None
@@ -47,6 +47,7 @@ class Meshes:
     hybrid: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     exchange: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
 
     @property
     def sharded(self) -> DeviceMesh:
@@ -102,12 +103,13 @@ def make_meshes(
     tp = 1 if cell is None else cell.size()
     ranks = torch.arange(dist.get_world_size()) if stages is None else _of_own_stage(stages)
     at, cells = int((ranks == rank).nonzero()), [] if cell is None else [cell]
-    own, pipeline = world, None
+    own, pipeline, stage = world, None, world
     if cell is not None or stages is not None:
         # Known to its members alone: thousands of lanes are not made on every rank.
         own = dist.new_group(ranks[at % tp :: tp].tolist(), use_local_synchronization=True)
     if stages is not None:
         pipeline = dist.new_group(list(stages.along("pp", rank)), use_local_synchronization=True)
+        stage = own if tp == 1 else dist.new_group(ranks.tolist(), use_local_synchronization=True)
     if shard_workers is not None and shard_workers < ranks.numel() and ranks.numel() % shard_workers == 0:
         dp = DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",))
         grid = ranks.view(-1, shard_workers // tp, tp)
@@ -116,7 +118,7 @@ def make_meshes(
     else:
         whole = _whole(device, [own, *cells], ranks.view(-1, tp))
         meshes = Meshes(whole["dp"], None if cell is None else whole["tp"], pipeline)
-    return _with_experts(device, meshes, cell, experts)
+    return _with_experts(device, replace(meshes, stage=stage), cell, experts)
 
 
 def _with_experts(device: torch.device, meshes: Meshes, cell: dist.ProcessGroup | None, mesh: Mesh | None) -> Meshes:

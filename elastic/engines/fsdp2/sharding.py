@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,9 +23,18 @@ from elastic.engines.fsdp2.layers.tensor_parallel import Plan, apply
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, Meshes, make_meshes
 from elastic.engines.model.plain_names import named_parameters, plain
 
-# Of each optimizer: the names that the model's parameters had, and of those that it was given in each group, the names,
-# those of other stages included.
-_first_groups: WeakKeyDictionary[torch.optim.Optimizer, tuple[Mapping[int, str], list[list[str]]]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _FirstGroups:
+    """What an optimizer was given: `of` the parameters that the model had, the names of those in each group, those of
+    other stages included, and by name what the optimizer has marked them with in its state."""
+
+    of: Mapping[int, str]
+    names: list[list[str]]
+    marks: Mapping[str, Mapping[Any, Any]]
+
+
+_first_groups: WeakKeyDictionary[torch.optim.Optimizer, _FirstGroups] = WeakKeyDictionary()
 
 
 def shard_model(
@@ -62,7 +71,7 @@ def shard_model(
                 "the script has called fully_shard itself, and mesh.ep shares experts before that: leave fully_shard "
                 "to elastic.initialize"
             )
-        return Meshes(_mesh_of(model))
+        return Meshes(_mesh_of(model), stage=dist.group.WORLD)
     if not is_released(model):
         require_shardable(model)
     if not options["cpu_offload"]:
@@ -248,18 +257,22 @@ def repoint(optimizer: torch.optim.Optimizer, old: Mapping[int, str], new: Mappi
     parameters are left out; where the rank has them in another generation they are in their groups again. Raises
     UsageError for an optimizer that has begun, and for parameters that are not the model's.
     """
-    if any(optimizer.state.values()):
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    if any(isinstance(value, torch.Tensor) for value in kept):
         raise UsageError("the optimizer has made steps already; pass it to elastic.initialize before its first one")
-    of, names = _first_groups.get(optimizer, (None, []))
-    if of is not old:
-        sharded = {id(parameter): name for name, parameter in new.items()}
+    first = _first_groups.get(optimizer)
+    if first is None or first.of is not old:
+        known = {**old, **{id(parameter): name for name, parameter in new.items()}}
         names = [
-            [_name(parameter, {**old, **sharded}, number, place) for place, parameter in enumerate(group["params"])]
+            [_name(parameter, known, number, place) for place, parameter in enumerate(group["params"])]
             for number, group in enumerate(optimizer.param_groups)
         ]
-        _first_groups[optimizer] = old, names
-    for group, whole in zip(optimizer.param_groups, names, strict=True):
+        marks = {known[id(parameter)]: dict(state) for parameter, state in optimizer.state.items() if state}
+        first = _first_groups[optimizer] = _FirstGroups(old, names, marks)
+    for group, whole in zip(optimizer.param_groups, first.names, strict=True):
         group["params"] = [new[name] for name in whole if name in new]
+    optimizer.state.clear()
+    optimizer.state.update({new[name]: dict(marks) for name, marks in first.marks.items() if name in new})
 
 
 def _name(parameter: torch.Tensor, names: Mapping[int, str], group: int, place: int) -> str:

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.fsdp2.layers.tensor_parallel import cuts_of
-from elastic.engines.fsdp2.local_step import local_of
 from elastic.engines.fsdp2.meshes import Meshes, is_experts, rows_of, slice_shape
 from elastic.engines.fsdp2.sharding import reshard, summed_gradients
+from elastic.engines.fsdp2.update.stand_ins import local_of
 from elastic.engines.live_state import (
     PARAM,
     Beside,
@@ -41,6 +41,7 @@ from elastic.engines.model.plain_names import named_parameters
 class Fsdp2State:
     # Cut over all ranks, parameter by parameter, as ZeRO-3 does it; by rows, where ZeRO-3 goes by elements.
     zero_stage = 3
+    optimizer_tried = True
     once: dist.ProcessGroup | None = None
     writers: tuple[int, ...] | None = None
     tied: tuple[str, ...] = ()

@@ -107,8 +107,9 @@ class EngineState:
         self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes, engine.device, shard)
         cell = self.sharded.cell
         self._cells = None if cell is None else Lanes.of_cells(cell, lanes, engine.device)
-        live = {master.group: master.tensor for master in self.sharded.masters()}
-        try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
+        if not self.sharded.optimizer_tried:
+            live = {master.group: master.tensor for master in self.sharded.masters()}
+            try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
         self._built = late_buffers.shapes(self.sharded.specs())
         self._model = describe(self.sharded.module)

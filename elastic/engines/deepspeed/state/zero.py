@@ -36,6 +36,7 @@ class ZeroState(ABC):
     """`elastic.engines.live_state.ShardedState` of a DeepSpeedEngine; one subclass for each way of partitioning."""
 
     zero_stage: int
+    optimizer_tried = False
     once: dist.ProcessGroup | None = None
     writers: tuple[int, ...] | None = None
     base: torch.optim.Optimizer

@@ -1,0 +1,1 @@
+"""The update of a sharded model: an optimizer's step on shards, or on whole tensors."""

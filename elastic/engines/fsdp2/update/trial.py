@@ -1,0 +1,234 @@
+"""Which of an optimizer's parameter groups are stepped on whole tensors? Two steps on toy tensors tell.
+
+Shards suffice where a tensor that is cut is stepped as the whole one is. Otherwise each tensor is stepped whole, by one
+rank (`whole_step`), and what that cannot do is refused: an optimizer that looks at several tensors at once, that keeps
+state of another shape than the tensor's, that counts in its groups or attributes, or that has collectives of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.update.stand_ins import StandIn, marked, marks_of, standing_in
+from elastic.engines.optimizer_state import not_elementwise
+from elastic.engines.optimizer_trial import is_elementwise, twin_of
+from elastic.engines.whole_tensor import refuse_beyond_tensors
+
+# Of as many dimensions as the parameter has. Above the size from which block-wise quantised optimizers quantise
+# (4,096), and cut between two blocks of any size.
+_SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (12_007,), 2: (151, 83), 3: (53, 19, 13), 4: (53, 19, 5, 3)}
+_CUT = 0.4
+_STEPS = 2
+
+# Of each optimizer, by the kinds of its parameters: engines are built anew, and it stays.
+_known: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[str, ...], frozenset[int]]] = WeakKeyDictionary()
+
+
+def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """The numbers of those groups. Collective where the optimizer's step is. Raises UsageError for an optimizer whose
+    result would depend on the number of ranks all the same."""
+    if is_elementwise(optimizer):
+        return frozenset()
+    refuse_beyond_tensors(type(optimizer).__name__)
+    kinds = list(_kinds(optimizer))
+    known = _known.setdefault(optimizer, {})
+    signature = tuple(kind.told for kind in kinds)
+    if signature not in known:
+        known[signature] = _tried(optimizer, kinds)
+    return known[signature]
+
+
+def _tried(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> frozenset[int]:
+    name, found = type(optimizer).__name__, set()
+    try:
+        # What is done here must not draw from the run's random streams.
+        with torch.random.fork_rng(devices=[]), _Collectives() as collectives:
+            for place, kind in enumerate(kinds):
+                if not _cut_is_whole(kind):
+                    found.add(kind.group)
+                    _require_alone(kind, kinds[place - 1])
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"optimizer {name} could not be tried on a toy tensor ({type(error).__name__}: {error}), so whether its "
+            "result depends on the number of workers is unknown; use an optimizer of torch.optim, or of one that has "
+            "collectives of its own the class for a single device"
+        ) from error
+    if found and (held := _held_elsewhere(optimizer)):
+        raise _refused(name, f"its {held!r} has parameters, or their ids, besides its groups and its state")
+    if found and collectives.names:
+        raise _refused(
+            name,
+            f"its step has collectives of its own ({', '.join(sorted(collectives.names))}), and each tensor is stepped "
+            "by one worker here: give the class that its authors have for a single device",
+        )
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters of one group that have as many dimensions, and that the optimizer, or a script, marks alike."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    like: torch.Tensor
+    told: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _SHAPES.get(self.like.dim(), (53, 29, *[3] * (self.like.dim() - 2)))
+
+    @property
+    def cut(self) -> int:
+        return int(self.shape[0] * _CUT)
+
+    def values(self, seed: int, part: slice) -> torch.Tensor:
+        """Larger in the later rows than in the first, so that no statistic over a part equals that over the whole."""
+        values = torch.randn(math.prod(self.shape), generator=torch.Generator().manual_seed(seed)).view(self.shape)
+        if values.dim():
+            values[self.cut :] *= 7.0
+            values = values[part].contiguous()
+        return values.to(dtype=self.like.dtype)
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[_Kind]:
+    for number, group in enumerate(optimizer.param_groups):
+        seen: set[str] = set()
+        for parameter in group["params"]:
+            told = repr((number, parameter.dim(), sorted(marks_of(parameter).items()), _flags(optimizer, parameter)))
+            if told not in seen:
+                seen.add(told)
+                yield _Kind(optimizer, number, parameter, told)
+
+
+def _cut_is_whole(kind: _Kind) -> bool:
+    if not kind.shape:
+        return True
+    (whole,) = _stepped([(kind, 0)])
+    parts = [_stepped([(kind, 0)], part)[0] for part in (slice(None, kind.cut), slice(kind.cut, None))]
+    return torch.allclose(whole, torch.cat(parts), rtol=1e-5, atol=1e-7)
+
+
+def _require_alone(kind: _Kind, other: _Kind) -> None:
+    """Raises UsageError where a step of a whole tensor depends on others, or leaves more than tensors like it."""
+    for place, together in enumerate(_stepped([(kind, 0), (kind, 1), (other, 2)], checked=True)[:2]):
+        if not torch.allclose(together, _stepped([(kind, place)])[0], rtol=1e-5, atol=1e-7):
+            raise _refused(type(kind.optimizer).__name__, "a step of a tensor depends on others")
+
+
+def _stepped(
+    chosen: Sequence[tuple[_Kind, int]], part: slice = slice(None), checked: bool = False
+) -> list[torch.Tensor]:
+    """Toy tensors of these kinds, of each that part, after two steps of a copy of the optimizer that has no others. The
+    numbers are those of their values."""
+    optimizer = chosen[0][0].optimizer
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    toy = twin_of(optimizer, {id(parameter): torch.zeros(1) for parameter in held})
+    for group in toy.param_groups:
+        if "lr" in group:
+            # A schedule may begin at zero, where every step is equal to every other.
+            group["lr"] = group["lr"].fill_(0.01) if isinstance(group["lr"], torch.Tensor) else 0.01
+    found: list[StandIn] = []
+    by_group: dict[int, list[StandIn]] = {}
+    for kind, number in chosen:
+        values = marked(kind.values(number, part), kind.like)
+        found.append(StandIn(values, _flags(optimizer, kind.like)))
+        by_group.setdefault(kind.group, []).append(found[-1])
+    before, started, told = _numbers(toy), [each.tensor.clone() for each in found], []
+    for step in range(_STEPS):
+        for (kind, number), each in zip(chosen, found, strict=True):
+            each.tensor.grad = kind.values(100 + 10 * step + number, part)
+        with standing_in(toy, by_group):
+            # By the class: a scheduler's wrapper around the instance's own step would step the original.
+            type(toy).step(toy)
+        told.append([sorted(map(str, each.state)) for each in found])
+    if any(torch.equal(each.tensor, was) for each, was in zip(found, started, strict=True)):
+        raise RuntimeError("its step changed nothing")
+    if part == slice(None):
+        _check_kept(toy, found)
+    if checked:
+        _check_steady(toy, before, told)
+    return [each.tensor for each in found]
+
+
+def _check_kept(toy: torch.optim.Optimizer, found: Sequence[StandIn]) -> None:
+    """Raises UsageError for state that is neither like its tensor nor a number."""
+    for tensor, state in found:
+        for key, value in state.items():
+            if not _is_kept(value, tensor):
+                raise UsageError(not_elementwise(toy, tensor.numel(), str(key), value))
+
+
+def _check_steady(toy: torch.optim.Optimizer, before: Mapping[str, Any], told: Sequence[Any]) -> None:
+    """Raises UsageError for what a step changes besides tensors and their state."""
+    name = type(toy).__name__
+    if told[0] != told[-1]:
+        raise _refused(name, f"it keeps {told[0][0]} of a tensor after one step, {told[-1][0]} after two")
+    if (after := _numbers(toy)) != before:
+        changed = sorted(key for key in after if after[key] != before.get(key))
+        raise _refused(name, f"its step changes {', '.join(changed)}, which each worker would change by itself")
+
+
+def _held_elsewhere(optimizer: torch.optim.Optimizer) -> str:
+    """The attribute that has parameters or their ids, by which its step would not know what stands in for them."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = {id(parameter) for parameter in held}
+    names = (name for name in vars(optimizer) if name not in ("param_groups", "state"))
+    return next((name for name in names if _has(vars(optimizer)[name], ids, 4)), "")
+
+
+def _has(value: Any, ids: Collection[int], depth: int) -> bool:
+    if id(value) in ids or (isinstance(value, int) and value in ids):
+        return True
+    if depth and isinstance(value, Mapping):
+        return _has(list(value), ids, depth - 1) or _has(list(value.values()), ids, depth - 1)
+    several = bool(depth) and isinstance(value, (list, tuple, set, frozenset))
+    return several and any(_has(each, ids, depth - 1) for each in value)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """What a step might count in: the groups' values, and the optimizer's own."""
+    kinds = (int, float, str, tuple)
+    found = {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"param_groups[{number}][{key!r}]": copy.copy(v) for key, v in group.items() if isinstance(v, kinds)}
+    return found
+
+
+def _flags(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[Any, Any]:
+    """What the optimizer has marked it with before its first step."""
+    state = optimizer.state.get(parameter) or {}
+    return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
+def _is_kept(value: Any, tensor: torch.Tensor) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.shape == tensor.shape or value.numel() == 1
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _refused(name: str, why: str) -> UsageError:
+    return UsageError(f"optimizer {name} cannot be used with the fsdp2 engine here: {why}")
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The names of those that were made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.add(func.__name__.split(".")[0].strip("_"))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,58 @@
+"""Optimizers that look at whole tensors, as scripts have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from elastic.engines.fsdp2.update import whole_step
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Of `matrices` the momentum's columns, or rows, are made orthogonal; the others by Adam. Whatever it keeps is made
+    anew in each step. `marked`: one group, and in the state of each parameter what it is."""
+
+    def __init__(self, matrices: list[Any], rest: list[Any], marked: bool = False) -> None:
+        both = [{"params": rest}, {"params": matrices, "matrices": True}]
+        super().__init__([*rest, *matrices] if marked else both, {"lr": 0.02, "matrices": False})
+        for parameters, is_matrix in ((matrices, True), (rest, False)):
+            for parameter in parameters if marked else ():
+                self.state[parameter]["matrix"] = is_matrix
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                change = self._orthogonal if state.get("matrix", group["matrices"]) else self._adam
+                parameter.add_(change(state, parameter.grad), alpha=-group["lr"])
+
+    def _orthogonal(self, state: Any, gradient: torch.Tensor) -> Any:
+        state["momentum"] = 0.9 * state["momentum"] + gradient if "momentum" in state else gradient.clone()
+        found = state["momentum"] / state["momentum"].norm(dim=(-2, -1), keepdim=True).clamp(min=1e-12)
+        for _ in range(4):
+            found = 1.5 * found - 0.5 * found @ found.mT @ found
+        return found
+
+    def _adam(self, state: Any, gradient: torch.Tensor) -> Any:
+        first, second = state.get("first", torch.zeros_like(gradient)), state.get("second", torch.zeros_like(gradient))
+        state["steps"] = state.get("steps", 0) + 1
+        state["first"], state["second"] = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient.square()
+        mean, square = (state[key] / (1 - rate ** state["steps"]) for key, rate in (("first", 0.9), ("second", 0.99)))
+        return mean / (square.sqrt() + 1e-6)
+
+
+def of(config: dict[str, Any], given: Iterable[Any], **adamw: Any) -> Any:
+    """What `config["optimizer"]` says, of these parameters or groups of them; AdamW where it says nothing."""
+    parameters = list(given)
+    if "optimizer" not in config:
+        return torch.optim.AdamW(parameters, **adamw)
+    flat = [p for each in parameters for p in (each["params"] if isinstance(each, dict) else [each])]
+    matrices, rest = [p for p in flat if p.dim() > 1], [p for p in flat if p.dim() < 2]
+    # One byte: each tensor of an owner has a round by itself.
+    whole_step._ROUND_BYTES = 1 if config.get("small rounds") else 1 << 20
+    if config["optimizer"] != "muon":
+        return Orthogonal(matrices, rest, marked=config["optimizer"] == "marked")
+    return [torch.optim.AdamW(rest, lr=0.02), torch.optim.Muon(matrices, lr=0.02)]
