@@ -12,21 +12,24 @@ from elastic.engines.fsdp2.update import whole_step
 
 class Orthogonal(torch.optim.Optimizer):
     """Of `matrices` the momentum's columns, or rows, are made orthogonal; the others by Adam. Whatever it keeps is made
-    anew in each step. `marked`: one group, and in the state of each parameter what it is."""
+    anew in each step. `marked`: one group, and in the state of each parameter what it is, or written on it."""
 
-    def __init__(self, matrices: list[Any], rest: list[Any], marked: bool = False) -> None:
+    def __init__(self, matrices: list[Any], rest: list[Any], marked: str = "") -> None:
         both = [{"params": rest}, {"params": matrices, "matrices": True}]
         super().__init__([*rest, *matrices] if marked else both, {"lr": 0.02, "matrices": False})
         for parameters, is_matrix in ((matrices, True), (rest, False)):
-            for parameter in parameters if marked else ():
+            for parameter in parameters if marked == "marked" else ():
                 self.state[parameter]["matrix"] = is_matrix
+            for parameter in parameters if marked == "written on" else ():
+                parameter.matrix = is_matrix
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
-                change = self._orthogonal if state.get("matrix", group["matrices"]) else self._adam
+                written = getattr(parameter, "matrix", group["matrices"])
+                change = self._orthogonal if state.get("matrix", written) else self._adam
                 parameter.add_(change(state, parameter.grad), alpha=-group["lr"])
 
     def _orthogonal(self, state: Any, gradient: torch.Tensor) -> Any:
@@ -54,5 +57,5 @@ def of(config: dict[str, Any], given: Iterable[Any], **adamw: Any) -> Any:
     # One byte: each tensor of an owner has a round by itself.
     whole_step._ROUND_BYTES = 1 if config.get("small rounds") else 1 << 20
     if config["optimizer"] != "muon":
-        return Orthogonal(matrices, rest, marked=config["optimizer"] == "marked")
+        return Orthogonal(matrices, rest, config["optimizer"].removeprefix("orthogonal"))
     return [torch.optim.AdamW(rest, lr=0.02), torch.optim.Muon(matrices, lr=0.02)]

@@ -112,11 +112,14 @@ def test_each_stage_of_a_pipeline_steps_its_own(crew: Crew, eight: Crew, tmp_pat
     _ends(whole, moved, ALLOWED)
 
 
-@pytest.mark.parametrize("where", ["backward", pytest.param("step", marks=SLOW)])
-def test_survivors_of_a_killed_rank_stay_in_their_loop(crew: Crew, tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "name"), [("backward", "marked"), ("step", "written on"), pytest.param("step", "marked", marks=SLOW)]
+)
+def test_survivors_of_a_killed_rank_stay_in_their_loop(crew: Crew, tmp_path: Path, where: str, name: str) -> None:
     """What the optimizer has marked before its first step is there after each change."""
-    config, function = {**FSDP2, "optimizer": "marked"}, "tensor_parallel.train"
-    whole = Run(tmp_path / "whole", cells.through(crew, tmp_path / "whole", function, config, WHOLE))
+    config, function = {**FSDP2, "optimizer": name}, "tensor_parallel.train"
+    plain = {**FSDP2, "optimizer": "orthogonal"}
+    whole = Run(tmp_path / "whole", cells.through(crew, tmp_path / "whole", function, plain, WHOLE))
     moved = Run(tmp_path / "moved", with_a_rank_killed(crew, tmp_path / "moved", function, config, where))
     assert _distance(whole.after(cells.AT), moved.losses) <= ALLOWED
     assert _distance(whole.state(), moved.state()) <= ALLOWED

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.meshes import make_meshes
 from elastic.engines.fsdp2.update.optimizers import one_of
-from elastic.engines.fsdp2.update.trial import whole_groups
+from elastic.engines.fsdp2.update.trial import try_optimizer
 from elastic.engines.fsdp2.update.update import Update
+
+
+def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return try_optimizer(optimizer).groups
 
 
 class Written(torch.optim.Optimizer):
@@ -118,6 +125,24 @@ def _reduces(own: Any, group: Any, parameter: Any, state: Any) -> Any:
     return _by_norm(own, group, parameter, state)
 
 
+class Filling(torch.optim.Optimizer):
+    """As KellerJordan/Muon has it: what has no gradient is stepped as if it were zero."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.mul_(0.9).sub_(0.1 * gradient / gradient.norm().clamp(min=1.0))
+
+
+def test_what_steps_parameters_without_gradient_is_known() -> None:
+    assert try_optimizer(Filling([_parameter(4, 3)])).fills
+    assert not try_optimizer(torch.optim.Muon([_parameter(4, 3)])).fills
+
+
 @pytest.fixture
 def world() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -182,6 +207,16 @@ def test_several_optimizers_are_one() -> None:
     assert [muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]] == [0.05, 0.1]
 
 
+def test_several_are_gone_with_their_last_holder() -> None:
+    several = [torch.optim.Muon([_parameter(4, 3)]), torch.optim.AdamW([_parameter(5)])]
+    one = weakref.ref(one_of(several))
+    copied: Any = copy.deepcopy(several[0])
+    assert not copied.state
+    del several, copied
+    gc.collect()
+    assert one() is None
+
+
 def test_several_that_cannot_be_one_are_refused() -> None:
     matrix = _parameter(4, 3)
     with pytest.raises(UsageError, match="a parameter in common"):
@@ -220,10 +255,12 @@ def test_hooks_see_one_step_and_sharded_parameters() -> None:
         for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
             register(lambda own, *_, seen=seen: seen.append([type(p) for g in own.param_groups for p in g["params"]]))
         assert meshes.stage is not None
-        whole = Update(optimizer, torch.device("cpu"), meshes.stage, dist.all_to_all_single)
+        step: Any = optimizer.step
+        if sharded:
+            step = Update(optimizer, torch.device("cpu"), meshes.stage, dist.all_to_all_single)
         for _ in range(3):
             _with_gradients(model)
-            (whole if sharded else optimizer.step)()
+            step()
         assert seen == [[DTensor if sharded else torch.nn.Parameter] * 4] * 6
         found.append([getattr(p, "_local_tensor", p).detach() for p in model.parameters()])
         assert [optimizer.state[p].get("steps") for p in model.parameters()] == [3, None, 3, None]

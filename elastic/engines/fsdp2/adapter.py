@@ -173,7 +173,7 @@ class Fsdp2Adapter:
         self._all_reduce = self.ledger.timed("all_reduce", dist.all_reduce)
         assert meshes.stage is not None
         exchange = self.ledger.timed("all_to_all_single", dist.all_to_all_single)
-        self._step_optimizer = Update(native.optimizer, device, meshes.stage, exchange)
+        self._step_optimizer: Update | None = Update(native.optimizer, device, meshes.stage, exchange)
         # What the ledger showed at the first forward pass of the step; None between two steps.
         self._began_s: float | None = None
 
@@ -248,6 +248,7 @@ class Fsdp2Adapter:
             if self._clipping:
                 clip([gradient for gradient, _ in gradients], norm, self._clipping)
             with scaled_rates(native.optimizer.param_groups, self._rate_factor()):
+                assert self._step_optimizer is not None
                 self._step_optimizer()
             if native.lr_scheduler is not None:
                 native.lr_scheduler.step()
@@ -330,7 +331,7 @@ class Fsdp2Adapter:
             self._compile_any_size()
         self._counted.remove()
         self.ledger.close()
-        self._whole_gradients = None
+        self._whole_gradients = self._step_optimizer = None
         self._output.forget()
         if meshes is not None:
             cut_off(meshes)

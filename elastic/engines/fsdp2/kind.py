@@ -19,6 +19,7 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
+from elastic.engines.fsdp2 import marks
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.belongings import Belongings, is_released, released_if_it_fails
 from elastic.engines.fsdp2.config import read_options, refuse_copies, resolve
@@ -108,6 +109,7 @@ class Fsdp2:
             plan = read_plan(objects.tp_plan, model, *sizes, experts=layers)
         given, pipeline = isinstance(model, FSDPModule), objects.pipeline
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
+        marks.note(model)
         cut: Cut | None = None
         with released_if_it_fails(model):
             if pipeline is None:
@@ -119,6 +121,7 @@ class Fsdp2:
                     model, pipeline, row, resolved.native, device, resolved.begins, mesh, plan, layer_group, layers
                 )
         require_even(model, resolved.tp_sizes)
+        marks.carry(model)
         base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
         _empty(objects.model_parameters, before)
         belongings: Belongings | str = Belongings(model, base)

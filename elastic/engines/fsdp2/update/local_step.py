@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from elastic.engines.fsdp2.update.stand_ins import StandIn, has_hooks, is_sharded, local_of, marked, put, standing_in
+from elastic.engines.fsdp2.marks import marked, marks_of
+from elastic.engines.fsdp2.update.stand_ins import StandIn, has_hooks, is_sharded, local_of, put, standing_in
 
 # Of subclasses nothing is known, and others may make states that are no DTensors.
 _BY_ELEMENT = frozenset(
@@ -41,7 +42,7 @@ def on_shards(optimizer: torch.optim.Optimizer, groups: Iterable[int]) -> None:
 
 
 def _shard(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> StandIn:
-    local = marked(local_of(parameter), parameter)
+    local = marked(local_of(parameter), marks_of(parameter))
     local.grad = None if parameter.grad is None else local_of(parameter.grad)
     state = optimizer.state.get(parameter) or {}
     return StandIn(local, {key: local_of(value) if is_sharded(value) else value for key, value in state.items()})

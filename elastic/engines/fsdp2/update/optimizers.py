@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from elastic.core.errors import UsageError
 
-# By the first of them: an engine that is built anew gets the same one.
-_made: WeakKeyDictionary[torch.optim.Optimizer, Optimizers] = WeakKeyDictionary()
+# What the first of several keeps: an engine that is built anew gets the same one of them.
+_SEVERAL = "_elastic_several"
 
 
 class Optimizers(torch.optim.Optimizer):
@@ -37,6 +37,16 @@ class Optimizers(torch.optim.Optimizer):
             part.step()
 
 
+@dataclass(frozen=True)
+class _Held:
+    """No part of what a copy of the optimizer is."""
+
+    one: Optimizers
+
+    def __deepcopy__(self, memo: Any) -> _Held:
+        return self
+
+
 def one_of(given: Any) -> Any:
     """What `optimizer=` was given, several of them as one: the same one for the same ones."""
     if not isinstance(given, (list, tuple)):
@@ -46,10 +56,11 @@ def one_of(given: Any) -> Any:
         raise UsageError(
             f"optimizer= takes one torch optimizer or several that were made, got {', '.join(wrong) or 'none'}"
         )
-    found = _made.get(given[0])
-    if found is None or found.parts != tuple(given):
-        found = _made[given[0]] = Optimizers(given)
-    return found
+    held: _Held | None = vars(given[0]).get(_SEVERAL)
+    if held is None or held.one.parts != tuple(given):
+        held = _Held(Optimizers(given))
+        setattr(given[0], _SEVERAL, held)
+    return held.one
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

@@ -18,18 +18,6 @@ class StandIn(NamedTuple):
     state: dict[Any, Any]
 
 
-def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """What a script has written on it for its optimizer to see (`parameter.use_muon = True`)."""
-    return {key: value for key, value in vars(parameter).items() if isinstance(value, (bool, int, float, str))}
-
-
-def marked(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The same tensor with the parameter's marks."""
-    for key, value in marks_of(parameter).items():
-        setattr(tensor, key, value)
-    return tensor
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own part; it shares memory. No operation on the DTensor is dispatched."""
     # `to_local` differentiates, at ten times the cost: a snapshot asks for each tensor.

@@ -11,14 +11,15 @@ import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.core.errors import UsageError
-from elastic.engines.fsdp2.update.stand_ins import StandIn, marked, marks_of, standing_in
+from elastic.engines.fsdp2.marks import marked, marks_of
+from elastic.engines.fsdp2.update.stand_ins import StandIn, standing_in
 from elastic.engines.optimizer_state import not_elementwise
 from elastic.engines.optimizer_trial import is_elementwise, twin_of
 from elastic.engines.whole_tensor import refuse_beyond_tensors
@@ -30,14 +31,31 @@ _CUT = 0.4
 _STEPS = 2
 
 # Of each optimizer, by the kinds of its parameters: engines are built anew, and it stays.
-_known: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[str, ...], frozenset[int]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[str, ...], Trial]] = WeakKeyDictionary()
 
 
-def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """The numbers of those groups. Collective where the optimizer's step is. Raises UsageError for an optimizer whose
-    result would depend on the number of ranks all the same."""
+class Kept(NamedTuple):
+    """What an optimizer keeps of a parameter from its first step on: the types of tensors like it, by their keys, and
+    numbers, of which these are examples."""
+
+    tensors: Mapping[Any, torch.dtype]
+    numbers: Mapping[Any, Any]
+
+
+class Trial(NamedTuple):
+    """`groups`: the numbers of those that are stepped on whole tensors. `kept`: by what `kind_of` says of them, of each
+    kind of parameter in these. `fills`: parameters without gradient are stepped, too, as if it were zero."""
+
+    groups: frozenset[int]
+    kept: Mapping[str, Kept]
+    fills: bool = False
+
+
+def try_optimizer(optimizer: torch.optim.Optimizer) -> Trial:
+    """Before its first step. Collective where its step is. Raises UsageError for an optimizer whose result would depend
+    on the number of ranks even with whole tensors."""
     if is_elementwise(optimizer):
-        return frozenset()
+        return Trial(frozenset(), {})
     refuse_beyond_tensors(type(optimizer).__name__)
     kinds = list(_kinds(optimizer))
     known = _known.setdefault(optimizer, {})
@@ -47,15 +65,21 @@ def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return known[signature]
 
 
-def _tried(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> frozenset[int]:
-    name, found = type(optimizer).__name__, set()
+def kind_of(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> str:
+    """What tells kinds of parameters apart; before the first step."""
+    marks = sorted(marks_of(parameter).items())
+    return repr((group, parameter.dim(), parameter.dtype, marks, _flags(optimizer, parameter)))
+
+
+def _tried(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> Trial:
+    name = type(optimizer).__name__
     try:
         # What is done here must not draw from the run's random streams.
         with torch.random.fork_rng(devices=[]), _Collectives() as collectives:
-            for place, kind in enumerate(kinds):
-                if not _cut_is_whole(kind):
-                    found.add(kind.group)
-                    _require_alone(kind, kinds[place - 1])
+            groups = frozenset(kind.group for kind in kinds if not _cut_is_whole(kind))
+            whole = [(kind, kinds[place - 1]) for place, kind in enumerate(kinds) if kind.group in groups]
+            kept = {kind.told: _kept_alone(kind, other) for kind, other in whole}
+            fills = any(_fills(kind) for kind, _ in whole)
     except UsageError:
         raise
     except Exception as error:
@@ -64,15 +88,15 @@ def _tried(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> frozense
             "result depends on the number of workers is unknown; use an optimizer of torch.optim, or of one that has "
             "collectives of its own the class for a single device"
         ) from error
-    if found and (held := _held_elsewhere(optimizer)):
+    if groups and (held := _held_elsewhere(optimizer)):
         raise _refused(name, f"its {held!r} has parameters, or their ids, besides its groups and its state")
-    if found and collectives.names:
+    if groups and collectives.names:
         raise _refused(
             name,
             f"its step has collectives of its own ({', '.join(sorted(collectives.names))}), and each tensor is stepped "
             "by one worker here: give the class that its authors have for a single device",
         )
-    return frozenset(found)
+    return Trial(groups, kept, fills)
 
 
 @dataclass(frozen=True)
@@ -98,14 +122,14 @@ class _Kind:
         if values.dim():
             values[self.cut :] *= 7.0
             values = values[part].contiguous()
-        return values.to(dtype=self.like.dtype)
+        return values.to(dtype=self.like.dtype, device=self.like.device)
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[_Kind]:
     for number, group in enumerate(optimizer.param_groups):
         seen: set[str] = set()
         for parameter in group["params"]:
-            told = repr((number, parameter.dim(), sorted(marks_of(parameter).items()), _flags(optimizer, parameter)))
+            told = kind_of(optimizer, number, parameter)
             if told not in seen:
                 seen.add(told)
                 yield _Kind(optimizer, number, parameter, told)
@@ -115,22 +139,36 @@ def _cut_is_whole(kind: _Kind) -> bool:
     if not kind.shape:
         return True
     (whole,) = _stepped([(kind, 0)])
-    parts = [_stepped([(kind, 0)], part)[0] for part in (slice(None, kind.cut), slice(kind.cut, None))]
-    return torch.allclose(whole, torch.cat(parts), rtol=1e-5, atol=1e-7)
+    _kept(kind, whole)
+    parts = [_stepped([(kind, 0)], part)[0].tensor for part in (slice(None, kind.cut), slice(kind.cut, None))]
+    return torch.allclose(whole.tensor, torch.cat(parts), rtol=1e-5, atol=1e-7)
 
 
-def _require_alone(kind: _Kind, other: _Kind) -> None:
-    """Raises UsageError where a step of a whole tensor depends on others, or leaves more than tensors like it."""
-    for place, together in enumerate(_stepped([(kind, 0), (kind, 1), (other, 2)], checked=True)[:2]):
-        if not torch.allclose(together, _stepped([(kind, place)])[0], rtol=1e-5, atol=1e-7):
+def _kept_alone(kind: _Kind, other: _Kind) -> Kept:
+    """Raises UsageError where a step of a whole tensor depends on others."""
+    one, another, _ = _stepped([(kind, 0), (kind, 1), (other, 2)], counted=True)
+    for place, together in enumerate((one, another)):
+        if not torch.allclose(together.tensor, _stepped([(kind, place)])[0].tensor, rtol=1e-5, atol=1e-7):
             raise _refused(type(kind.optimizer).__name__, "a step of a tensor depends on others")
+    return _kept(kind, one)
+
+
+def _fills(kind: _Kind) -> bool:
+    try:
+        _stepped([(kind, 0)], with_gradient=False)
+    except Exception:  # noqa: BLE001 - it steps what has a gradient
+        return False
+    return True
 
 
 def _stepped(
-    chosen: Sequence[tuple[_Kind, int]], part: slice = slice(None), checked: bool = False
-) -> list[torch.Tensor]:
+    chosen: Sequence[tuple[_Kind, int]],
+    part: slice = slice(None),
+    counted: bool = False,
+    with_gradient: bool = True,
+) -> list[StandIn]:
     """Toy tensors of these kinds, of each that part, after two steps of a copy of the optimizer that has no others. The
-    numbers are those of their values."""
+    numbers are those of their values. `counted`: UsageError for what changes besides tensors and their state."""
     optimizer = chosen[0][0].optimizer
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     toy = twin_of(optimizer, {id(parameter): torch.zeros(1) for parameter in held})
@@ -141,32 +179,35 @@ def _stepped(
     found: list[StandIn] = []
     by_group: dict[int, list[StandIn]] = {}
     for kind, number in chosen:
-        values = marked(kind.values(number, part), kind.like)
-        found.append(StandIn(values, _flags(optimizer, kind.like)))
+        found.append(StandIn(marked(kind.values(number, part), marks_of(kind.like)), _flags(optimizer, kind.like)))
         by_group.setdefault(kind.group, []).append(found[-1])
     before, started, told = _numbers(toy), [each.tensor.clone() for each in found], []
     for step in range(_STEPS):
         for (kind, number), each in zip(chosen, found, strict=True):
-            each.tensor.grad = kind.values(100 + 10 * step + number, part)
+            each.tensor.grad = kind.values(100 + 10 * step + number, part) if with_gradient else None
         with standing_in(toy, by_group):
             # By the class: a scheduler's wrapper around the instance's own step would step the original.
             type(toy).step(toy)
         told.append([sorted(map(str, each.state)) for each in found])
     if any(torch.equal(each.tensor, was) for each, was in zip(found, started, strict=True)):
         raise RuntimeError("its step changed nothing")
-    if part == slice(None):
-        _check_kept(toy, found)
-    if checked:
+    if counted:
         _check_steady(toy, before, told)
-    return [each.tensor for each in found]
+    return found
 
 
-def _check_kept(toy: torch.optim.Optimizer, found: Sequence[StandIn]) -> None:
+def _kept(kind: _Kind, found: StandIn) -> Kept:
     """Raises UsageError for state that is neither like its tensor nor a number."""
-    for tensor, state in found:
-        for key, value in state.items():
-            if not _is_kept(value, tensor):
-                raise UsageError(not_elementwise(toy, tensor.numel(), str(key), value))
+    tensors: dict[Any, torch.dtype] = {}
+    numbers: dict[Any, Any] = {}
+    for key, value in found.state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == found.tensor.shape:
+            tensors[key] = value.dtype
+        elif value is None or isinstance(value, (bool, int, float, str)) or _is_number(value):
+            numbers[key] = value
+        else:
+            raise UsageError(not_elementwise(kind.optimizer, found.tensor.numel(), str(key), value))
+    return Kept(tensors, numbers)
 
 
 def _check_steady(toy: torch.optim.Optimizer, before: Mapping[str, Any], told: Sequence[Any]) -> None:
@@ -211,10 +252,8 @@ def _flags(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[An
     return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
 
 
-def _is_kept(value: Any, tensor: torch.Tensor) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.shape == tensor.shape or value.numel() == 1
-    return value is None or isinstance(value, (bool, int, float, str))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _refused(name: str, why: str) -> UsageError:

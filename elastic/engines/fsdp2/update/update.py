@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastic.engines.fsdp2.update import local_step
 from elastic.engines.fsdp2.update.optimizers import parts_of
 from elastic.engines.fsdp2.update.stand_ins import hooks_called_once
-from elastic.engines.fsdp2.update.trial import whole_groups
+from elastic.engines.fsdp2.update.trial import try_optimizer
 from elastic.engines.fsdp2.update.whole_step import WholeStep
 
 
@@ -45,11 +45,11 @@ class Update:
 def _step_of(
     optimizer: torch.optim.Optimizer, device: torch.device, stage: dist.ProcessGroup, exchange: Callable[..., Any]
 ) -> Callable[[], None]:
-    groups = whole_groups(optimizer)
-    if not groups:
+    trial = try_optimizer(optimizer)
+    if not trial.groups:
         return lambda: local_step.step(optimizer)
-    whole = WholeStep(optimizer, groups, device, stage, exchange)
-    rest = [number for number in range(len(optimizer.param_groups)) if number not in groups]
+    whole = WholeStep(optimizer, trial, device, stage, exchange)
+    rest = [number for number in range(len(optimizer.param_groups)) if number not in trial.groups]
 
     def step() -> None:
         with hooks_called_once(optimizer):

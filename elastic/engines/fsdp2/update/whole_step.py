@@ -5,15 +5,15 @@ optimizer state, the optimizer makes its own step on it, and each rank is given 
 that a single process makes, bit for bit, at any number of ranks; each tensor is computed once; and state stays sharded.
 What is under way is a few tensors for each owner, not a model.
 
-Where a tensor has no state yet, nobody but its owner would know what the optimizer keeps of it: in that step all ranks
-compute it.
+What the optimizer keeps of a tensor is known before its first step, from the trial: the other ranks have to know what
+they are given.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, over_cell
-from elastic.engines.fsdp2.update.stand_ins import StandIn, is_sharded, local_of, marked, put, standing_in
-from elastic.engines.optimizer_state import not_elementwise
+from elastic.engines.fsdp2.update.stand_ins import StandIn, is_sharded, local_of, put, standing_in
+from elastic.engines.fsdp2.update.trial import Kept, Trial, kind_of
 
 # What an owner has of others at once, unless a single tensor is larger.
 _ROUND_BYTES = 64 << 20
@@ -35,6 +36,8 @@ _ALIGNED = 16
 
 # The axis of a mesh that has but one, and no name for it.
 _ONLY = "dp"
+
+_NUMBERS = (int, float, torch.Tensor)
 
 Box = tuple[slice, ...]
 Ends = tuple[tuple[int, int], ...]
@@ -50,16 +53,19 @@ class Part:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One parameter: in which group it is, its parts, and on which ranks it is stepped."""
+    """One parameter: in which group it is, its parts, this rank's number among them, and the rank that steps it."""
 
     parameter: DTensor
     group: int
     parts: tuple[Part, ...]
-    computed_by: tuple[int, ...]
-    begun: bool
+    own: int
+    owner: int
+    kept: Kept
 
-    def part_of(self, rank: int) -> Part:
-        return next(part for part in self.parts if rank in part.ranks)
+    @property
+    def given(self) -> bool:
+        """Does this rank give its part?"""
+        return self.parts[self.own].ranks[0] == dist.get_rank()
 
 
 class WholeStep:
@@ -68,85 +74,55 @@ class WholeStep:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        groups: Iterable[int],
+        trial: Trial,
         device: torch.device,
         stage: dist.ProcessGroup,
         all_to_all: Callable[..., Any],
     ) -> None:
-        """`stage`: all ranks that have shards of the optimizer's parameters, or of other layers' slices."""
-        self._optimizer, self._groups = optimizer, frozenset(groups)
-        self._device, self._stage, self._all_to_all = device, stage, all_to_all
-        self._ranks = dist.get_process_group_ranks(stage)
-        self._rank = dist.get_rank()
-        self._begun: set[int] = set()
+        """Before the first step, and before a restore. `stage`: all ranks that have shards of the optimizer's
+        parameters, or of other slices of their layers."""
+        self._optimizer, self._device, self._stage, self._all_to_all = optimizer, device, stage, all_to_all
+        self._ranks, self._rank = dist.get_process_group_ranks(stage), dist.get_rank()
+        self._rounds, self._fills = list(_in_rounds(optimizer, trial)), trial.fills
 
     @torch.no_grad()
     def step(self) -> None:
         """Collective over the stage."""
-        for tensors in self._by_ranks():
-            for now in _rounds(tensors):
-                self._step(now)
-                self._begun.update(id(tensor.parameter) for tensor in now)
+        for tensors in self._rounds:
+            self._step([tensor for tensor in tensors if self._is_stepped(tensor.parameter)])
 
-    def _by_ranks(self) -> list[list[_Tensor]]:
-        """Those that lie over as many ranks together: what lies over one lane alone, each lane has by itself, and no
-        rank sees how others deal out theirs. Owners and order are the same on all ranks of a tensor."""
-        found: dict[int, list[_Tensor]] = {}
-        work: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for number in sorted(self._groups):
-            for parameter in self._optimizer.param_groups[number]["params"]:
-                if parameter.requires_grad:
-                    parts = parts_of(parameter)
-                    ranks = sorted(rank for part in parts for rank in part.ranks)
-                    owned = work[len(ranks)]
-                    owner = min(ranks, key=lambda rank: (owned[rank], rank))
-                    owned[owner] += _work(parameter)
-                    begun = id(parameter) in self._begun or bool(_shaped(self._optimizer.state.get(parameter) or {}))
-                    made = _Tensor(parameter, number, parts, (owner,) if begun else tuple(ranks), begun)
-                    found.setdefault(len(ranks), []).append(made)
-        return [found[size] for size in sorted(found)]
+    def _is_stepped(self, parameter: DTensor) -> bool:
+        return parameter.requires_grad and (self._fills or parameter.grad is not None)
 
     def _step(self, tensors: Sequence[_Tensor]) -> None:
         whole = self._gathered(tensors)
-        mine = [tensor for tensor in tensors if self._rank in tensor.computed_by]
-        numbers = {id(tensor.parameter): _constants(whole[id(tensor.parameter)].state) for tensor in mine}
         by_group: dict[int, list[StandIn]] = defaultdict(list)
-        for tensor in mine:
-            by_group[tensor.group].append(whole[id(tensor.parameter)])
-        if mine:
+        for tensor, made in whole:
+            by_group[tensor.group].append(made)
+        if whole:
             with standing_in(self._optimizer, by_group):
                 self._optimizer.step()
-        for tensor in mine:
-            made = whole[id(tensor.parameter)]
-            if tensor.begun and numbers[id(tensor.parameter)] != _constants(made.state):
-                raise UsageError(
-                    f"optimizer {type(self._optimizer).__name__} changes what it keeps of a tensor from step to step "
-                    f"({sorted(map(str, made.state))}), so that other ranks cannot have it"
-                )
-        self._scattered([tensor for tensor in tensors if tensor.begun], whole)
-        for tensor in mine:
-            if not tensor.begun:
-                self._keep(tensor, whole[id(tensor.parameter)])
+        for tensor, made in whole:
+            _require_kept(self._optimizer, tensor, made)
+        self._scattered(tensors, iter(whole))
 
     # --- shards to whole tensors, and back ---
 
-    def _gathered(self, tensors: Sequence[_Tensor]) -> dict[int, StandIn]:
-        """By the parameter's id, of those that this rank computes: on the device, whole."""
+    def _gathered(self, tensors: Sequence[_Tensor]) -> list[tuple[_Tensor, StandIn]]:
+        """Those that this rank owns, whole, on the device."""
         sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
         expected: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
-        found: dict[int, StandIn] = {}
+        found: list[tuple[_Tensor, StandIn]] = []
         places: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in tensors:
-            kept = self._optimizer.state.get(tensor.parameter) or {}
-            live = [tensor.parameter, *_gradients(tensor.parameter), *(value for _, value in _shaped(kept))]
-            for part in tensor.parts:
-                if part.ranks[0] == self._rank:
-                    for rank in tensor.computed_by:
-                        sent[rank] += [local_of(value) for value in live]
-            if self._rank not in tensor.computed_by:
+            state = self._optimizer.state.get(tensor.parameter) or {}
+            live = [tensor.parameter, _gradient(tensor.parameter), *_tensors(tensor, state)]
+            if tensor.given:
+                sent[tensor.owner] += [local_of(value) for value in live]
+            if self._rank != tensor.owner:
                 continue
             made = [torch.empty(value.shape, dtype=value.dtype, device=self._device) for value in live]
-            found[id(tensor.parameter)] = _stand_in(tensor.parameter, kept, made)
+            found.append((tensor, _stand_in(tensor, state, made)))
             for part in tensor.parts:
                 pieces = [torch.empty_like(value[part.box]).contiguous() for value in made]
                 expected[part.ranks[0]] += pieces
@@ -156,36 +132,42 @@ class WholeStep:
             place.copy_(piece)
         return found
 
-    def _scattered(self, tensors: Sequence[_Tensor], whole: Mapping[int, StandIn]) -> None:
-        """From owners to all ranks that have parts."""
+    def _scattered(self, tensors: Sequence[_Tensor], whole: Iterator[tuple[_Tensor, StandIn]]) -> None:
+        """From owners to all ranks that have parts. `whole`: this rank's own, in their order."""
         sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
         expected: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
-        places: list[tuple[torch.Tensor, torch.Tensor]] = []
-        counted: list[tuple[dict[Any, Any], list[Any], list[torch.Tensor]]] = []
         for tensor in tensors:
-            (owner,) = tensor.computed_by
-            state = self._optimizer.state.get(tensor.parameter) or {}
-            live = [tensor.parameter, *(value for _, value in _shaped(state))]
-            if owner == self._rank:
-                made = whole[id(tensor.parameter)]
-                values = [made.tensor, *(made.state[key] for key, _ in _shaped(state))]
-                counts = [_packed(made.state[key]).to(self._device) for key in _counted(state)]
+            if self._rank == tensor.owner:
+                _, made = next(whole)
+                values = [made.tensor, *(made.state[key] for key in tensor.kept.tensors)]
+                numbers = [_packed(made.state[key]).to(self._device) for key in _counted(tensor.kept)]
                 for part in tensor.parts:
                     for rank in part.ranks:
-                        sent[rank] += [value[part.box].contiguous() for value in values] + counts
-            if any(self._rank in part.ranks for part in tensor.parts):
-                shards = [local_of(value) for value in live]
-                pieces = [torch.empty(shard.shape, dtype=shard.dtype, device=self._device) for shard in shards]
-                counts = [torch.empty_like(_packed(state[key]), device=self._device) for key in _counted(state)]
-                expected[owner] += pieces + counts
-                places += zip(shards, pieces, strict=True)
-                counted.append((state, _counted(state), counts))
+                        sent[rank] += [value[part.box].contiguous() for value in values] + numbers
+            expected[tensor.owner] += self._room(tensor)
         self._exchange(sent, expected)
-        for shard, piece in places:
-            shard.copy_(piece)
-        for state, keys, counts in counted:
-            for key, count in zip(keys, counts, strict=True):
-                state[key] = _unpacked(count, state[key])
+        arrived = {rank: iter(pieces) for rank, pieces in expected.items()}
+        for tensor in tensors:
+            self._keep(tensor, arrived[tensor.owner])
+
+    def _room(self, tensor: _Tensor) -> list[torch.Tensor]:
+        """For this rank's part of the parameter, of its state, and for numbers."""
+        shape = local_of(tensor.parameter).shape
+        types = (tensor.parameter.dtype, *tensor.kept.tensors.values())
+        numbers = (_packed(tensor.kept.numbers[key]) for key in _counted(tensor.kept))
+        return [
+            *(torch.empty(shape, dtype=each, device=self._device) for each in types),
+            *(torch.empty_like(number, device=self._device) for number in numbers),
+        ]
+
+    def _keep(self, tensor: _Tensor, arrived: Iterator[torch.Tensor]) -> None:
+        parameter, shard = tensor.parameter, local_of(tensor.parameter)
+        shard.copy_(next(arrived))
+        for key in tensor.kept.tensors:
+            put(self._optimizer, parameter, key, next(arrived).to(shard.device), shard.shape)
+        for key, example in tensor.kept.numbers.items():
+            counted = isinstance(example, _NUMBERS)
+            put(self._optimizer, parameter, key, _unpacked(next(arrived), example) if counted else example, shard.shape)
 
     def _exchange(
         self, sent: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
@@ -202,34 +184,50 @@ class WholeStep:
                 tensor.view(-1).copy_(taken.view(tensor.dtype))
             at += _padded(tensor)
 
-    def _keep(self, tensor: _Tensor, made: StandIn) -> None:
-        """This rank's shards of what it has computed itself."""
-        parameter, box, shard = tensor.parameter, tensor.part_of(self._rank).box, local_of(tensor.parameter)
-        shard.copy_(made.tensor[box])
-        for key, value in made.state.items():
-            own = value
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                own = value[box].to(shard.device, copy=True).contiguous()
-            elif isinstance(value, torch.Tensor) and value.numel() > 1:
-                raise UsageError(not_elementwise(self._optimizer, parameter.numel(), str(key), value))
-            put(self._optimizer, parameter, key, own, shard.shape)
+
+def _in_rounds(optimizer: torch.optim.Optimizer, trial: Trial) -> Iterator[list[_Tensor]]:
+    """What is stepped at once: of each owner as many tensors as its share of memory allows, one at least."""
+    for tensors in _by_ranks(optimizer, trial):
+        left = tensors
+        while left:
+            taken: dict[int, int] = defaultdict(int)
+            now: list[_Tensor] = []
+            later: list[_Tensor] = []
+            for tensor in left:
+                size = math.prod(tensor.parameter.shape) * tensor.parameter.element_size()
+                fits = not taken[tensor.owner] or taken[tensor.owner] + size <= _ROUND_BYTES
+                (now if fits else later).append(tensor)
+                taken[tensor.owner] += size if fits else 0
+            yield now
+            left = later
 
 
-def _rounds(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Of each owner as many tensors as its share of memory allows, one at least."""
-    left = list(tensors)
-    while left:
-        taken: dict[int, int] = defaultdict(int)
-        now: list[_Tensor] = []
-        later: list[_Tensor] = []
-        for tensor in left:
-            size = _bytes(tensor.parameter)
-            fits = all(not taken[rank] or taken[rank] + size <= _ROUND_BYTES for rank in tensor.computed_by)
-            (now if fits else later).append(tensor)
-            for rank in tensor.computed_by if fits else ():
-                taken[rank] += size
-        yield now
-        left = later
+def _by_ranks(optimizer: torch.optim.Optimizer, trial: Trial) -> list[list[_Tensor]]:
+    """Those that lie over as many ranks together: what lies over one lane alone, each lane has by itself, and no rank
+    sees how others deal out theirs. Owners and order are the same on all ranks of a tensor."""
+    found: dict[int, list[_Tensor]] = {}
+    alike: dict[Any, tuple[tuple[Part, ...], list[int], int]] = {}
+    work: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for number in sorted(trial.groups):
+        for parameter in optimizer.param_groups[number]["params"]:
+            # A thousand ranks have two thousand matrices of a few shapes.
+            key = (parameter.shape, parameter.placements, id(parameter.device_mesh))
+            if key not in alike:
+                alike[key] = _dealt(parameter)
+            parts, ranks, own = alike[key]
+            owned = work[len(ranks)]
+            owner = min(ranks, key=lambda rank: (owned[rank], rank))
+            owned[owner] += _work(parameter)
+            kept = trial.kept[kind_of(optimizer, number, parameter)]
+            found.setdefault(len(ranks), []).append(_Tensor(parameter, number, parts, own, owner, kept))
+    return [found[size] for size in sorted(found)]
+
+
+def _dealt(parameter: DTensor) -> tuple[tuple[Part, ...], list[int], int]:
+    """Its parts, all ranks that have any, and the number of this rank's."""
+    parts = parts_of(parameter)
+    own = next(place for place, part in enumerate(parts) if dist.get_rank() in part.ranks)
+    return parts, sorted(rank for part in parts for rank in part.ranks), own
 
 
 def parts_of(parameter: DTensor) -> tuple[Part, ...]:
@@ -273,36 +271,46 @@ def _boxes(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], cut: int 
     return found
 
 
-def _stand_in(parameter: DTensor, kept: Mapping[Any, Any], made: Sequence[torch.Tensor]) -> StandIn:
-    """`made`: the parameter, its gradient if it has one, and its state tensors."""
-    tensor, *rest = made
-    if _gradients(parameter):
-        tensor.grad, *rest = rest
-    shaped = {key: value for (key, _), value in zip(_shaped(kept), rest, strict=True)}
-    return StandIn(marked(tensor, parameter), {key: shaped.get(key, value) for key, value in kept.items()})
+def _stand_in(tensor: _Tensor, state: Mapping[Any, Any], made: Sequence[torch.Tensor]) -> StandIn:
+    """`made`: the parameter, its gradient, and what is kept like it, if there is some."""
+    whole, gradient, *rest = made
+    whole.grad = gradient
+    kept = dict(zip(tensor.kept.tensors, rest, strict=False))
+    # In the order of before: an optimizer may go through it.
+    return StandIn(
+        marked(whole, marks_of(tensor.parameter)), {key: kept.get(key, value) for key, value in state.items()}
+    )
 
 
-def _gradients(parameter: DTensor) -> list[torch.Tensor]:
-    return [] if parameter.grad is None else [parameter.grad]
+def _gradient(parameter: DTensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _shaped(state: Mapping[Any, Any]) -> list[tuple[Any, DTensor]]:
-    return [(key, value) for key, value in state.items() if is_sharded(value)]
+def _tensors(tensor: _Tensor, state: Mapping[Any, Any]) -> list[DTensor]:
+    """All that is kept like the parameter, or, before the first step, nothing."""
+    return [state[key] for key in tensor.kept.tensors if is_sharded(state.get(key))]
 
 
-def _counted(state: Mapping[Any, Any]) -> list[Any]:
-    """The keys of numbers, which a step may change: step counts."""
-    numbers = (int, float, torch.Tensor)
-    return [key for key, value in state.items() if isinstance(value, numbers) and not is_sharded(value)]
+def _counted(kept: Kept) -> list[Any]:
+    """The keys of numbers, which a step may change."""
+    return [key for key, value in kept.numbers.items() if isinstance(value, _NUMBERS)]
 
 
-def _constants(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """All keys, and what must not change of them: of tensors and numbers their kind."""
-    return {
-        key: (type(value).__name__, tuple(value.shape)) if isinstance(value, torch.Tensor)
-        else type(value).__name__ if isinstance(value, (int, float)) else value
-        for key, value in state.items()
-    }  # fmt: skip
+def _require_kept(optimizer: torch.optim.Optimizer, tensor: _Tensor, made: StandIn) -> None:
+    """Raises UsageError where a step has left something else than the trial's."""
+    kept, state, name = tensor.kept, made.state, type(optimizer).__name__
+    types = {key: value.dtype for key, value in state.items() if _is_like(value, made.tensor)}
+    constants = {key: value for key, value in kept.numbers.items() if not isinstance(value, _NUMBERS)}
+    same = state.keys() == kept.tensors.keys() | kept.numbers.keys() and types == dict(kept.tensors)
+    if not (same and all(state[key] == constants[key] for key in constants)):
+        raise UsageError(
+            f"optimizer {name} keeps other state of a parameter of shape {tuple(made.tensor.shape)} than of toy "
+            f"tensors: {sorted(map(str, state))}, {types} for {dict(kept.tensors)}; the other workers cannot have it"
+        )
+
+
+def _is_like(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == tensor.shape
 
 
 def _packed(number: Any) -> torch.Tensor:
@@ -333,7 +341,3 @@ def _padded(tensor: torch.Tensor) -> int:
 def _work(parameter: torch.Tensor) -> int:
     """What a step on it costs, in proportion: products of a matrix with its transpose are most of it."""
     return parameter.numel() * (min(parameter.shape[-2:]) if parameter.dim() > 1 else 1)
-
-
-def _bytes(parameter: torch.Tensor) -> int:
-    return math.prod(parameter.shape) * parameter.element_size()
