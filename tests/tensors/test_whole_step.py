@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.meshes import make_meshes
+from elastic.engines.fsdp2.update import whole_step
 from elastic.engines.fsdp2.update.optimizers import one_of
 from elastic.engines.fsdp2.update.trial import try_optimizer
 from elastic.engines.fsdp2.update.update import Update
@@ -265,3 +266,24 @@ def test_hooks_see_one_step_and_sharded_parameters() -> None:
         found.append([getattr(p, "_local_tensor", p).detach() for p in model.parameters()])
         assert [optimizer.state[p].get("steps") for p in model.parameters()] == [3, None, 3, None]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four")
+def test_work_is_dealt_out_evenly_and_memory_bounds_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes = make_meshes(torch.device("cpu"), None)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)), torch.nn.Linear(8, 16, False))
+    fully_shard(model, mesh=meshes.dp)
+    optimizer = torch.optim.Muon(model.parameters())
+    trial = try_optimizer(optimizer)
+    (everything,) = whole_step._in_rounds(optimizer, trial)
+    assert [tensor.owner for tensor in everything] == [0, 1, 2, 3, 0, 1, 2]
+    monkeypatch.setattr(whole_step, "_ROUND_BYTES", 8 * 8 * 4)
+    rounds = [[tensor.owner for tensor in now] for now in whole_step._in_rounds(optimizer, trial)]
+    assert rounds == [[0, 1, 2, 3], [0, 1, 2]]
