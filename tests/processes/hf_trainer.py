@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import crew
+import optimizers
 import torch
 from hugging_face import LENGTH, model_of, text
 from scheduled import may_stay
@@ -60,6 +61,14 @@ def _count_passes(module: Any) -> None:
             self.passes = float(state)
 
     module.__class__ = Counted
+
+
+class MadeOfModel:
+    """As transformers' Trainer takes an optimizer that looks at the model: a class whose objects make it."""
+
+    def __call__(self, model: Any, name: str) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = optimizers.of({"optimizer": name}, model.parameters())
+        return made
 
 
 def trains(config: dict[str, Any]) -> None:
@@ -121,6 +130,7 @@ def trains(config: dict[str, Any]) -> None:
         eval_dataset=Tokens(config.get("evaluates", 10), config.get("length", LENGTH)),
         compute_metrics=right if config.get("metrics") else None,
         callbacks=[counting],
+        optimizer_cls_and_kwargs=(MadeOfModel, {"name": config["optimizer"]}) if "optimizer" in config else None,
     )
     crew.point("set up")
     before = graphs()

@@ -81,6 +81,12 @@ def test_workers_that_share_layers_log_evaluate_and_save_what_one_does(
         assert counted == pytest.approx(wanted, rel=1e-6)
 
 
+def test_an_optimizer_of_whole_tensors_is_made_of_the_model(crew: Crew, tmp_path: Path) -> None:
+    config = {"model": LLAMA, "best": False, "optimizer": "orthogonal"}
+    grown, still = through_cells(crew, tmp_path, config, {**engine_of(None), "tp": 2}, engine_of(None), last=14)
+    assert_alike(grown, still, tmp_path, best=False)
+
+
 @pytest.mark.parametrize("stage", [3, None])
 def test_what_modules_keep_beside_tensors_is_saved_with_gathered_weights(
     crew: Crew, tmp_path: Path, stage: int | None
