@@ -50,9 +50,17 @@ def left(crew: Crew) -> set[str]:
 
 
 class Run:
-    """What is compared: the newest checkpoint, with slices put together, and the loss of every step."""
+    """What is compared: the newest checkpoint, with slices put together, and the loss of every step. `shares`: of
+    matrices of several projections, each of which the ranks share by itself."""
 
-    def __init__(self, url: Path, generations: Sequence[Sequence[Outcome]], tp: int = 1) -> None:
+    def __init__(
+        self,
+        url: Path,
+        generations: Sequence[Sequence[Outcome]],
+        tp: int = 1,
+        shares: Mapping[str, Sequence[int]] = SHARES,
+    ) -> None:
+        self.shares = shares
         store = CheckpointStore(str(url), "run")
         manifest = store.manifest(store.list()[0].id)
         assert manifest.tp == tp
@@ -77,7 +85,7 @@ class Run:
         for key in self.lanes[0]:
             name = key.split("/", 1)[1]
             parts = [lane[key].view(own[name]) for lane, own in zip(self.lanes, self.shapes, strict=True)]
-            found[key] = _together(name, parts, tuple(shapes[name])).flatten()
+            found[key] = _together(name, parts, tuple(shapes[name]), self.shares).flatten()
         return found
 
 
@@ -108,13 +116,15 @@ def _apart(one: Run, other: Run) -> list[float]:
     ]
 
 
-def _together(name: str, parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+def _together(
+    name: str, parts: Sequence[torch.Tensor], shape: tuple[int, ...], of_layers: Mapping[str, Sequence[int]]
+) -> torch.Tensor:
     if parts[0].shape == shape:
         assert all(torch.equal(part, parts[0]) for part in parts), "what each rank has whole is the same on all"
         return parts[0]
     (dim,) = [dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size]
     # A rank has its share of each projection that the matrix holds.
-    shares = next((found for layer, found in SHARES.items() if f".{layer}." in name), (1,))
+    shares = next((found for layer, found in of_layers.items() if f".{layer}." in name), (1,))
     own = [part.split([part.shape[dim] * share // sum(shares) for share in shares], dim) for part in parts]
     joined = torch.cat([part for projection in zip(*own, strict=True) for part in projection], dim)
     assert joined.shape == shape

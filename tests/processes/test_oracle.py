@@ -2,8 +2,9 @@
 
 Tolerance. The only difference between world sizes is the order of additions. It is measured here, run to run: the same
 undisturbed training at 4 and at 2 ranks. The disturbed run may differ from the undisturbed by MARGIN times that (it
-changes its order of additions three times) or by FLOOR, a few units in the last place, where nothing was measured; and
-by no more than CEILING whatever was measured. Seen: 3e-8 to 2e-7 in fp32, 4e-4 to 1e-3 in bf16.
+changes its order of additions three times) or by FLOOR, a few units in the last place, where nothing was measured
+(ROUNDED_FLOOR in bf16); and by no more than CEILING whatever was measured. Seen: 3e-8 to 2e-7 in fp32, 4e-4 to 1e-3 in
+bf16.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.processes
 
 MARGIN = 8.0
 FLOOR = 4 * torch.finfo(torch.float32).eps
+# A weight that is cast to bf16 is one place further now and then, in a run and not in another: 4e-4 and more at once.
+ROUNDED_FLOOR = 1e-3
 # All relative to the tensor's largest element, or absolute below one. fp32 rounds at 6e-8, fp16 at 5e-4, bf16 at 4e-3.
 CEILING = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
 DTYPES = {
@@ -104,7 +107,7 @@ def test_run_through_other_world_sizes_equals_the_undisturbed_run(
 
     ceiling = CEILING[config.get("dtype", "fp32")]
     noise = max(_distance(still.state, other.state), _distance(still.losses, other.losses))
-    allowed = min(max(MARGIN * noise, FLOOR), ceiling)
+    allowed = min(max(MARGIN * noise, ROUNDED_FLOOR if config.get("dtype") == "bf16" else FLOOR), ceiling)
     assert noise < ceiling
     assert _distance(still.state, moved.state) <= allowed
     assert _distance(still.losses, moved.losses) <= allowed
