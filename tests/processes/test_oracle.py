@@ -1,10 +1,9 @@
 """The oracle under plain processes: 4 -> 3 -> 2 -> 4 ends with the weights and losses of an undisturbed run.
 
 Tolerance. The only difference between world sizes is the order of additions. It is measured here, run to run: the same
-undisturbed training at 4 and at 2 ranks. The disturbed run may differ from the undisturbed by MARGIN times that (it
-changes its order of additions three times) or by FLOOR, a few units in the last place, where nothing was measured
-(ROUNDED_FLOOR in bf16); and by no more than CEILING whatever was measured. Seen: 3e-8 to 2e-7 in fp32, 4e-4 to 1e-3 in
-bf16.
+undisturbed training at 4 and at 2 ranks, in bf16 at 3, too. The disturbed run may differ from the undisturbed by MARGIN
+times that (it changes its order of additions three times) or by FLOOR, a few units in the last place, where nothing was
+measured; and by no more than CEILING whatever was measured. Seen: 3e-8 to 2e-7 in fp32, 4e-4 to 1e-3 in bf16.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ pytestmark = pytest.mark.processes
 
 MARGIN = 8.0
 FLOOR = 4 * torch.finfo(torch.float32).eps
-# A weight that is cast to bf16 is one place further now and then, in a run and not in another: 4e-4 and more at once.
-ROUNDED_FLOOR = 1e-3
 # All relative to the tensor's largest element, or absolute below one. fp32 rounds at 6e-8, fp16 at 5e-4, bf16 at 4e-3.
 CEILING = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
 DTYPES = {
@@ -102,12 +99,14 @@ def test_run_through_other_world_sizes_equals_the_undisturbed_run(
     crew: Crew, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     still = _undisturbed(crew, tmp_path / "four", config, 4)
-    other = _undisturbed(crew, tmp_path / "two", config, 2)
+    # A weight that is cast to bf16 is one place further now and then, at one world size and not at another.
+    sizes = (2, 3) if config.get("dtype") == "bf16" else (2,)
+    others = [_undisturbed(crew, tmp_path / f"of {size}", config, size) for size in sizes]
     moved = _disturbed(crew, tmp_path / "moved", config)
 
     ceiling = CEILING[config.get("dtype", "fp32")]
-    noise = max(_distance(still.state, other.state), _distance(still.losses, other.losses))
-    allowed = min(max(MARGIN * noise, ROUNDED_FLOOR if config.get("dtype") == "bf16" else FLOOR), ceiling)
+    noise = max(max(_distance(still.state, o.state), _distance(still.losses, o.losses)) for o in others)
+    allowed = min(max(MARGIN * noise, FLOOR), ceiling)
     assert noise < ceiling
     assert _distance(still.state, moved.state) <= allowed
     assert _distance(still.losses, moved.losses) <= allowed

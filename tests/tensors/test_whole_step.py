@@ -146,7 +146,7 @@ def test_what_steps_parameters_without_gradient_is_known() -> None:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
 
@@ -268,14 +268,7 @@ def test_hooks_see_one_step_and_sharded_parameters() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.fixture
-def four() -> Iterator[None]:
-    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("four")
+@pytest.mark.usefixtures("world")
 def test_work_is_dealt_out_evenly_and_memory_bounds_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     meshes = make_meshes(torch.device("cpu"), None)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)), torch.nn.Linear(8, 16, False))

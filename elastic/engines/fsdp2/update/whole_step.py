@@ -231,8 +231,8 @@ def _dealt(parameter: DTensor) -> tuple[tuple[Part, ...], list[int], int]:
 
 
 def parts_of(parameter: DTensor) -> tuple[Part, ...]:
-    """Who has what of it, in the order of their first ranks: a lane's slice, cut by rows over the lane, or of experts
-    by those with the same ones. Raises UsageError where torch has sharded it otherwise."""
+    """Its parts and their ranks, in the order of the first of these. A lane's slice is cut by rows over the lane, and
+    experts over the ranks with the same ones. Raises UsageError where torch has sharded it otherwise."""
     mesh = parameter.device_mesh
     sizes = dict(zip(mesh.mesh_dim_names or (_ONLY,), mesh.shape, strict=True))
     placement = over_cell(parameter)
