@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import time
 from typing import Any
 
 import torch
@@ -64,6 +65,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     callback_handler: Any
     accelerator: Any
     _epoch: tuple[int, int]
+    _began: float
+    # Until the last step, of all generations.
+    _seconds: float
     _shares_sequences = False
     _only_losses = True
 
@@ -171,7 +175,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         kind = engine_kind(spec.engine)
         transformers_arguments.refuse_mesh(self, spec)
         self._shares_sequences = transformers_sequences.shares(self, spec.sp)
-        config = transformers_arguments.engine_config(self.args, spec)
+        config = transformers_arguments.engine_config(self.args, spec, self._micro_batch_size())
         dataset, collate = self._training_data()
         read: dict[str, Any] = {
             "collate_fn": collate,
@@ -214,10 +218,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _ordered(self, dataset: Any, micro_batch: int, read: dict[str, Any]) -> dict[str, Any]:
         """What `initialize` reads: a DataLoader says that samples come in the dataset's order. A stream has its own."""
-        sequential = getattr(self.args, "train_sampling_strategy", "random") == "sequential"
-        if not (sequential and _has_length(dataset)):
+        if not (self._sequential() and _has_length(dataset)):
             return {"training_data": dataset, **read}
         return {"training_data": torch.utils.data.DataLoader(dataset, micro_batch, shuffle=False, **read)}
+
+    def _sequential(self) -> bool:
+        """Are samples taken as they stand in the dataset?"""
+        return bool(getattr(self.args, "train_sampling_strategy", "random") == "sequential")
+
+    def _micro_batch_size(self) -> int:
+        """In samples of the dataset."""
+        return int(self.args.per_device_train_batch_size)
 
     def _training_data(self) -> tuple[Any, Any]:
         """The dataset and the collator, without the columns that the model does not take."""
@@ -377,15 +388,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _whole_loss(self, engine: Any) -> torch.Tensor:
         """The mean over the global batch, at every number of ranks. Gathered in each step, as transformers gathers the
         number of items: what has not been logged yet would be lost with its rank. Before the update: a rank that is
-        lost here costs this step alone."""
-        total = torch.as_tensor(engine.step_loss, dtype=torch.float64, device=self.args.device)
+        lost here costs this step alone. With it goes how long the training takes, by rank 0's clock: what is kept of a
+        step is the same on all ranks, or they would take it for changed (`in_loop.unfinished`)."""
+        seconds = time.time() - self._began if self.state.is_world_process_zero else 0.0
+        total = torch.tensor([float(engine.step_loss), seconds], dtype=torch.float64, device=self.args.device)
         if not engine.abandoned:
             try:
                 torch.distributed.all_reduce(total)
+                self._seconds = float(total[1])
             except Exception as error:
                 if not engine.abandons(error):
                     raise
-        return total
+        return total[0]
 
     def _add_loss(self, step_loss: torch.Tensor) -> None:
         if self.args.logging_nan_inf_filter and not torch.isfinite(step_loss):
@@ -395,11 +409,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _after(self, engine: Any, epoch: int, ignore_keys: list[str] | None) -> None:
         """Logs, evaluates and asks for a save where the arguments say so; what the next function needs is kept."""
-        asked, self._saved = self.control.should_save, False
+        asked, self._saved, lines = self.control.should_save, False, len(self.state.log_history)
         with api.busy("evaluating"):
             self._maybe_log_save_evaluate(
                 self._tr_loss, engine.get_global_grad_norm(), engine, None, epoch, ignore_keys, self._began, self._rate
             )
+        transformers_state.take_first_ranks_log(self.state, lines)
         if asked and not self._saved:
             # An override writes something else: the platform's is not left out for it.
             engine.save_checkpoint()

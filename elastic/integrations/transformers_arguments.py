@@ -85,36 +85,39 @@ def _head_apart(model: Any) -> bool:
     return head is not None and getattr(head, "weight", None) is not getattr(embedding, "weight", None)
 
 
-def engine_config(args: Any, spec: GenerationSpec) -> dict[str, Any]:
-    """The engine's configuration: the job's, and from the arguments what it leaves open.
+def engine_config(args: Any, spec: GenerationSpec, micro_batch: int) -> dict[str, Any]:
+    """The engine's configuration: the job's, and from the arguments what it leaves open. `micro_batch`: samples in
+    per_device_train_batch_size.
 
     A global batch of the job stands. Raises UsageError where both give the size of a micro-batch, the steps of
     accumulation or a precision, and they differ. The job's `gradient_clipping` goes before max_grad_norm.
     """
     config = dict(spec.engine_config or {})
     if spec.engine == "deepspeed":
-        _add_batch(config, args)
+        _add_batch(config, args, micro_batch)
     else:
-        config.setdefault("micro_batch", args.per_device_train_batch_size)
+        config.setdefault("micro_batch", micro_batch)
         if spec.batch.global_batch is None:
             # Those that train on the same samples count as one.
             cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
-            of_cell = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            of_cell = micro_batch * args.gradient_accumulation_steps
             config.setdefault("global_batch", of_cell * cells)
     for key, name in _SAME.items():
-        if key in config and config[key] != getattr(args, name):
+        given = micro_batch if name == "per_device_train_batch_size" else getattr(args, name)
+        if key in config and config[key] != given:
+            prompts = "" if given == getattr(args, name) else f" ({given} prompts)"
             job = f"the job's `{spec.engine}`"
-            raise UsageError(f"{name} is {getattr(args, name)}, and {key} in {job} is {config[key]}")
+            raise UsageError(f"{name} is {getattr(args, name)}{prompts}, and {key} in {job} is {config[key]}")
     if args.max_grad_norm:
         config.setdefault("gradient_clipping", float(args.max_grad_norm))
     (_add_precision if spec.engine == "deepspeed" else _add_param_dtype)(config, args)
     return config
 
 
-def _add_batch(config: dict[str, Any], args: Any) -> None:
+def _add_batch(config: dict[str, Any], args: Any, micro_batch: int) -> None:
     if "train_batch_size" not in config:
         config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
-    config.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
+    config.setdefault("train_micro_batch_size_per_gpu", micro_batch)
 
 
 def _add_param_dtype(config: dict[str, Any], args: Any) -> None:
@@ -152,8 +155,11 @@ def _refused(trainer: Any, base: type) -> Iterator[tuple[str, str]]:
         yield f"lr_scheduler_type={args.lr_scheduler_type}", "take a schedule that depends on the step alone"
     if str(getattr(args, "train_sampling_strategy", "random")) not in ("random", "sequential"):
         yield f"train_sampling_strategy={args.train_sampling_strategy}", "the platform orders the samples"
-    if getattr(trainer, "loss_is_scaled_for_ga", None):
+    own_completions = hasattr(trainer, "_makes_completions")
+    if getattr(trainer, "loss_is_scaled_for_ga", None) and not own_completions:
         yield "loss_is_scaled_for_ga", "compute_loss returns the mean over the micro-batch"
+    if hasattr(trainer, "_generate_and_score_completions") and not own_completions:
+        yield "a Trainer that makes completions", "take GRPOTrainer or RLOOTrainer of elastic.integrations.trl"
     for name, instead in _NOT_CALLED.items():
         if _overridden(trainer, base, name):
             yield f"an override of {name}", instead

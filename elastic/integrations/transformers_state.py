@@ -20,11 +20,11 @@ def kept(trainer: Any) -> dict[str, Any]:
         "best_global_step": state.best_global_step,
         "total_flos": state.total_flos,
         "callbacks": _callbacks(trainer),
-        "loss": _number(trainer._tr_loss.item()),
-        "loss_total": _number(trainer._total_loss_scalar),
+        "loss": number(trainer._tr_loss.item()),
+        "loss_total": number(trainer._total_loss_scalar),
         "logged": trainer._globalstep_last_logged,
         "first": trainer._initial_global_step,
-        "seconds": time.time() - trainer._began,
+        "seconds": trainer._seconds,
     }
 
 
@@ -41,7 +41,17 @@ def take_up(trainer: Any, found: Mapping[str, Any]) -> None:
     trainer._total_loss_scalar = found.get("loss_total", 0.0)
     trainer._globalstep_last_logged = found.get("logged", state.global_step)
     trainer._initial_global_step = found.get("first", state.global_step)
-    trainer._began = time.time() - found.get("seconds", 0.0)
+    trainer._seconds = found.get("seconds", 0.0)
+    trainer._began = time.time() - trainer._seconds
+
+
+def take_first_ranks_log(state: Any, lines: int) -> None:
+    """Of an evaluation each rank has logged its own times, after the first `lines` entries: what is kept of a step is
+    the same on all ranks. Collective where there was one."""
+    if any(key.endswith("_runtime") for entry in state.log_history[lines:] for key in entry):
+        of_first = [state.log_history[lines:]]
+        torch.distributed.broadcast_object_list(of_first, src=0)
+        state.log_history[lines:] = of_first[0]
 
 
 def _sum(value: float | None, device: torch.device) -> torch.Tensor:
@@ -75,9 +85,9 @@ def _restore_callbacks(trainer: Any, kept: dict[str, Any]) -> None:
 
 
 def _finite(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: _number(value) for key, value in entry.items()}
+    return {key: number(value) for key, value in entry.items()}
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     """JSON has no NaN and no infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

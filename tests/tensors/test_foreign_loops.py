@@ -168,6 +168,20 @@ class TestArguments:
         with pytest.raises(UsageError, match="an override of get_train_dataloader is not supported; pass train_datase"):
             refuse(Users(), Ours)
 
+    def test_a_trainer_that_makes_completions_is_pointed_to_the_one_that_does_here(self) -> None:
+        from elastic.integrations.transformers_arguments import refuse
+
+        class GRPOTrainer:
+            args = self.arguments()
+
+            def _generate_and_score_completions(self) -> None: ...
+
+        class Ours(GRPOTrainer):
+            pass
+
+        with pytest.raises(UsageError, match=r"take GRPOTrainer or RLOOTrainer of elastic\.integrations\.trl"):
+            refuse(Ours(), Ours)
+
     def test_a_trainer_of_a_library_comes_before_ours(self) -> None:
         """Behind it, its methods would be hidden: TRL's SFTTrainer would train without its own `training_step`."""
         from elastic.integrations.transformers_arguments import refuse
@@ -197,28 +211,28 @@ class TestArguments:
     def test_the_configuration_is_the_jobs_and_what_it_leaves_open(self) -> None:
         from elastic.integrations.transformers_arguments import engine_config
 
-        config = engine_config(self.arguments(), self.spec(engine_config={"zero_optimization": {"stage": 1}}))
+        config = engine_config(self.arguments(), self.spec(engine_config={"zero_optimization": {"stage": 1}}), 4)
         assert config == {
             "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
             "gradient_clipping": 1.0,
         }  # fmt: skip
         job = {"train_batch_size": 64, "gradient_clipping": 0.5}
-        assert engine_config(self.arguments(), self.spec(engine_config=job)) == {
+        assert engine_config(self.arguments(), self.spec(engine_config=job), 4) == {
             **job,
             "train_micro_batch_size_per_gpu": 4,
         }
         with pytest.raises(UsageError, match="per_device_train_batch_size is 4, and train_micro_batch_size_per_gpu"):
-            engine_config(self.arguments(), self.spec(engine_config={"train_micro_batch_size_per_gpu": 8}))
+            engine_config(self.arguments(), self.spec(engine_config={"train_micro_batch_size_per_gpu": 8}), 4)
 
     def test_with_fsdp2_too(self) -> None:
         from elastic.integrations.transformers_arguments import engine_config
 
         plain = {"micro_batch": 4, "global_batch": 24, "gradient_clipping": 1.0}
-        assert engine_config(self.arguments(), self.spec(engine="fsdp2")) == plain
+        assert engine_config(self.arguments(), self.spec(engine="fsdp2"), 4) == plain
         in_bf16 = SimpleNamespace(**{**vars(self.arguments()), "bf16": True})
-        assert engine_config(in_bf16, self.spec(engine="fsdp2")) == {**plain, "param_dtype": "bfloat16"}
+        assert engine_config(in_bf16, self.spec(engine="fsdp2"), 4) == {**plain, "param_dtype": "bfloat16"}
         given = BatchSettings(global_batch=8)
-        assert "global_batch" not in engine_config(self.arguments(), self.spec(engine="fsdp2", batch=given))
+        assert "global_batch" not in engine_config(self.arguments(), self.spec(engine="fsdp2", batch=given), 4)
         for config, arguments, words in (
             (
                 {"micro_batch": 8},
@@ -229,4 +243,4 @@ class TestArguments:
             ({}, SimpleNamespace(**{**vars(self.arguments()), "fp16": True}), "fp16 needs a loss scaler"),
         ):
             with pytest.raises(UsageError, match=words):
-                engine_config(arguments, self.spec(engine="fsdp2", engine_config=config))
+                engine_config(arguments, self.spec(engine="fsdp2", engine_config=config), 4)

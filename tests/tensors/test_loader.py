@@ -199,6 +199,33 @@ def test_what_the_loop_draws_depends_on_the_micro_batch_alone() -> None:
     assert alone == [both[0][0], both[1][0], both[0][1], both[1][1]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_micro_batches_of_a_step_can_be_read_before_they_are_given(rank: int) -> None:
+    """Three for two ranks: one of them fills up. What the loop draws stays what it is."""
+    wanted = [(batch, random.random()) for batch, _ in _stepping(make(12, 6, 2, rank, 2))]
+    made = make(12, 6, 2, rank, 2)
+    loader, data = made[2], made[3]
+    assert loader.coming() == [], "there is no step yet"
+    given, foretold = [], list[Any]()
+    for batch, number in _stepping(made):
+        given.append((batch, random.random()))
+        coming = loader.coming()
+        assert loader.coming() == coming
+        assert [part.index for part, _ in coming] == [part.index for part in loader.plan.deal(number // 2)][
+            number % 2 + 1 :
+        ]
+        foretold += [batch for _, batch in coming]
+    assert given == wanted
+    assert foretold == [batch for batch, _ in wanted][1::2]
+    assert len(data.asked) == len(set(data.asked))
+
+
+def _stepping(made: Made) -> Iterator[tuple[Any, int]]:
+    for number, batch in enumerate(made[2]):
+        yield batch, number
+        made[1].step()
+
+
 def test_every_boundary_is_asked_and_the_end_is_saved() -> None:
     made = make(max_steps=3)
     run(made)

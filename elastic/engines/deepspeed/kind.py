@@ -28,6 +28,7 @@ from elastic.engines.deepspeed.experts.native_rules import require_carriable as 
 from elastic.engines.deepspeed.experts.optimizer import count_in_norm, groups_of_any_size, regrouped, require_groups
 from elastic.engines.deepspeed.experts.placement import make_groups, refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.experts.recorders import table_by_names
+from elastic.engines.deepspeed.fetch_order import forget_where_weights_are_found
 from elastic.engines.deepspeed.layers import tensor_parallel
 from elastic.engines.deepspeed.layers.cuts import noting_cuts
 from elastic.engines.deepspeed.operators import build_ahead, forget_powers
@@ -164,6 +165,7 @@ class DeepSpeed:
             count_in_norm(native.optimizer)
         if stage3:
             gather_in_bundles(native.optimizer)
+            forget_where_weights_are_found(native.optimizer.parameter_offload)
         belongings.built(native)
         forget_powers(native.basic_optimizer)
         engine.count_collectives()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import GenerationEnded, RunOver, UsageError
 from elastic.training import rng
@@ -52,6 +53,8 @@ class ElasticLoader:
         self._by_epochs = False
         # A batch is all micro-batches of a step, for an engine that orders them by itself.
         self.by_steps = False
+        # Micro-batches of a step that were read before they are given, by number.
+        self._ahead: tuple[StepProgress | None, dict[int, Any]] = (None, {})
         self.open(scope, steps, reader)
         # The epoch of the next iteration: how many epochs the iterations of this function have used up.
         self._next_epoch = 0
@@ -175,6 +178,21 @@ class ElasticLoader:
         """Is the run over? Its last step is saved then."""
         return self._staying(self._over_and_finished)
 
+    def coming(self) -> list[tuple[MicroBatch, Any]]:
+        """The micro-batches that are left of the step under way, with their contents. They are read now, and given
+        afterwards as ever."""
+        progress = self._steps.progress
+        if progress is None:
+            return []
+        if self._ahead[0] is not progress:
+            self._ahead = (progress, {})
+        _, contents = self._ahead
+        left = range(progress.next_batch, len(progress.batches))
+        for number in left:
+            if number not in contents:
+                contents[number] = self._read(progress, number)
+        return [(progress.batches[number], contents[number]) for number in left]
+
     def close(self) -> None:
         self._reader.close()
 
@@ -262,7 +280,8 @@ class ElasticLoader:
         self.given += 1
         if self.by_steps:
             return StepBatches(progress, self._read)
-        content = self._read(progress, progress.next_batch - 1)
+        number, (ahead, contents) = progress.next_batch - 1, self._ahead
+        content = contents.pop(number) if ahead is progress and number in contents else self._read(progress, number)
         if progress.on_last_batch:
             self._steps.last_batch_read()
         # For what the user's loop draws between here and the forward pass.
