@@ -213,6 +213,11 @@ class Engine(Witness, Detachable, Protocol):
         zeros in the shape of the last pass; RuntimeError where there was none."""
         ...
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """While the body runs passes without gradients, and of the model itself, take no weights of other ranks where
+        they would module by module; all are on each rank then. Collective at its beginning."""
+        ...
+
     def precision(self) -> Precision | None:
         """In which the model would make the same forward pass by itself, before an engine is built on it. None where it
         would be another one: its weights or its layers are shared out."""

@@ -26,6 +26,7 @@ from elastic.integrations.transformers import Trainer, _spec
 from elastic.integrations.transformers_state import number
 from elastic.training import api, rng
 from elastic.training.data.loader import ElasticLoader
+from elastic.training.engine import ElasticEngine
 
 try:
     import trl
@@ -157,6 +158,12 @@ class _OnPolicy(_Before):
                 share = self._counts.items * batch.weight * self.args.steps_per_generation
                 inputs["num_items_in_batch"] = torch.tensor(share, device=self.args.device)
         return made
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.model_wrapped
+        gathers = isinstance(engine, ElasticEngine) and self.args.ds3_gather_for_generation
+        with engine.gathered() if gathers else nullcontext():
+            return super()._generate_single_turn(*args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         passes, self.current_gradient_accumulation_steps = self.current_gradient_accumulation_steps, 1

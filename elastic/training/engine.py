@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -148,6 +148,10 @@ class ElasticEngine:
             if self._evaluations is not None and not trained:
                 self._evaluations.look(self._scope.step, inputs, kwargs)
             return engine.forward(inputs, kwargs, last)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """See `engines.base.Engine`."""
+        return self._open().gathered()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
         """`loss` is the mean over the micro-batch. It is scaled so that the step's gradient is exactly the mean over

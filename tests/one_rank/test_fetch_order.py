@@ -57,3 +57,44 @@ def test_passes_by_module_and_by_weight_take_turns(tmp_path: Path, trained: bool
     for first, *others in made:
         for other in others:
             torch.testing.assert_close(other, first)
+
+
+def test_weights_are_whole_for_as_long_as_they_are_gathered(tmp_path: Path) -> None:
+    made: list[tuple[torch.Tensor, ...]] = []
+    shapes: list[tuple[bool, ...]] = []
+
+    def whole(model: nn.Module) -> bool:
+        return all(parameter.numel() == parameter.ds_numel for parameter in model.parameters())  # type: ignore[attr-defined]
+
+    def train() -> None:
+        import elastic
+
+        torch.manual_seed(1)
+        config = settings(3, train_micro_batch_size_per_gpu=3)
+        config["zero_optimization"] |= APART
+        model = Headed()
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+            training_data=Numbers(),
+            config=config,
+        )
+        for x, _ in loader:
+            with torch.no_grad():
+                apart = (model(x), model(x, scores=True))
+                before = whole(model)
+                with engine.gathered():
+                    within = [whole(model)]
+                    together = (model(x), model(x, scores=True), model(x))
+                    within.append(whole(model))
+                shapes.append((before, *within, whole(model)))
+            made.append((*apart, *together, model(x)))
+            engine.backward(engine(x).mean())
+            engine.step()
+
+    run(train, tmp_path)
+    assert shapes == [(False, True, True, False)] * 4
+    for first, *others in made:
+        for other in others:
+            torch.testing.assert_close(other, first)
+    assert not torch.equal(made[0][0], made[-1][0])

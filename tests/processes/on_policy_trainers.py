@@ -98,7 +98,19 @@ def trains(config: dict[str, Any]) -> None:
     crew.told["calls"] = crew.told.get("calls", 0) + 1
     base, given = of_library(config, elastic.integrations.trl)
 
-    class Noting(stopped(telling(base, config), config)):  # type: ignore[misc]
+    class Noting(stopped(telling(base, config), config if not config.get("scoring") else {"kills": {}})):  # type: ignore[misc]
+        def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+            """With `scoring` the victim stays here: the others wait until all have made their completions."""
+            place = (elastic.get_context().step, elastic.get_context().rank)
+            if (
+                config.get("scoring")
+                and not elastic.get_context().resumed
+                and place == (config["at"], config["victim"])
+            ):
+                crew.point("there")
+                crew.stay()
+            return super()._calculate_rewards(*args, **kwargs)
+
         def _completions(self, step: int, batches: Any, kept: Any) -> Any:
             crew.told["continued"] = crew.told.get("continued", False) or len(kept) > 0
             return super()._completions(step, batches, kept)

@@ -47,7 +47,7 @@ def assert_logged_alike(grown: list[Outcome], still: list[Outcome]) -> None:
         ("GRPO", {"arguments": {"eval_strategy": "steps", "eval_steps": 3}}),
         ("GRPO", {"lora": True, "arguments": {"beta": 0.1}}),
         ("GRPO", {"reference": True, "arguments": {"beta": 0.1, "loss_type": "dr_grpo", "log_completions": True}}),
-        ("RLOO", {"reference": True}),
+        ("RLOO", {"reference": True, "arguments": {"ds3_gather_for_generation": False}}),
     ],
     ids=["GRPO", "GRPO-LoRA", "GRPO-reference", "RLOO"],
 )
@@ -66,6 +66,13 @@ def test_completions_rewards_and_losses_are_those_of_the_undisturbed_run(
     # At stage 1 those that are left keep what they have of the step in which the other was lost.
     kept = [outcome.told.get("continued", False) for outcome in grown]
     assert kept == [engine == "ZeRO-1", engine == "ZeRO-1", False]
+
+
+@pytest.mark.parametrize("engine", ["ZeRO-2", "ZeRO-3", "FSDP2"])
+def test_a_worker_is_lost_while_it_scores_completions(crew: Crew, tmp_path: Path, engine: str) -> None:
+    assert_logged_alike(
+        *through_a_loss(crew, tmp_path, TRAINS, {"kind": "GRPO", "scoring": True}, 2, 10, **engine_of(engine))
+    )
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

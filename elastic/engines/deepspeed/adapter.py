@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from elastic.engines.deepspeed import extra_state
 from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.collectives import CountedBackend
 from elastic.engines.deepspeed.experts.placement import is_repeated
+from elastic.engines.deepspeed.fetch_order import fetched_at_once
 from elastic.engines.deepspeed.nonfinite import NonFinite
 from elastic.engines.deepspeed.state.fragments import fragments
 from elastic.engines.deepspeed.state.gradient_sums import KeptSums, gradient_sums, release
@@ -125,6 +127,11 @@ class DeepSpeedAdapter:
             # Without the engine, which would prepare a backward pass.
             return self.module(*inputs, **named)
         return self._output.zeros()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        if self.native.zero_optimization_partition_weights():
+            return fetched_at_once(self.native.optimizer.parameter_offload)
+        return nullcontext()
 
     def precision(self) -> Precision | None:
         native = self.native

@@ -8,8 +8,15 @@ gradients). So no pass goes by an order from before such a find.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+# What a coordinator does for a module's pass, and the answer that does nothing.
+_OF_PASSES: dict[str, Any] = {
+    "reset_step": None, "trace_prologue": None, "is_record_trace": False, "fetch_sub_module": None,
+    "release_sub_module": None,
+}  # fmt: skip
 
 
 class _Weights(dict[int, Any]):
@@ -44,3 +51,25 @@ def forget_where_weights_are_found(offload: Any) -> None:
     for module in offload.module.modules():
         module._external_params = _Weights(module._external_params, find)
     coordinator.reset_step = reset_step
+
+
+@contextmanager
+def fetched_at_once(offload: Any) -> Iterator[None]:
+    """All weights are whole while the body runs, in whose passes, without gradients, none is fetched or released.
+    Collective at its beginning."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    known = vars(offload.get_param_coordinator())
+    with GatheredParameters(list(offload.module.parameters())):
+        before = {name: known[name] for name in _OF_PASSES if name in known}
+        known.update({name: _answering(value) for name, value in _OF_PASSES.items()})
+        try:
+            yield
+        finally:
+            for name in _OF_PASSES:
+                del known[name]
+            known.update(before)
+
+
+def _answering(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value

@@ -197,6 +197,9 @@ class Fsdp2Adapter:
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return self._output.zeros()
 
+    def gathered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def precision(self) -> Precision | None:
         options = self.native.options
         # Of what modules give in another type than they compute in nothing is said here.
