@@ -231,6 +231,19 @@ class ProcessGroup:
             _join_all(aborts, _ABORT_LIMIT_S)
             return cut
 
+    def sever(self) -> None:
+        """From the thread whose collective has failed: nothing that its code still begins reaches a peer.
+
+        A peer may be in the collective that has failed here, and wait for fewer bytes than another one sends: gloo ends
+        its process then (as of torch 2.13: "Received data size doesn't match expected size"). With NCCL no call that
+        follows a failure sends anything.
+        """
+        with self._abort_lock:
+            if self._joined and not self.fails_silently:
+                for found in sockets.tcp_sockets():
+                    if self._owns(found):
+                        sockets.shut_down(found, True)
+
     def _cut(self, found: TcpSocket) -> bool:
         now = time.monotonic()
         both = now - self._cut_at.setdefault(found.inode, now) >= _READING_FIRST_S

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.core.errors import UsageError
 from elastic.engines.optimizer_state import not_elementwise
@@ -74,7 +76,10 @@ def try_optimizer(
 
 def _trial(base: torch.optim.Optimizer, partitioned: bool, live: Mapping[int, torch.Tensor]) -> bool:
     if not partitioned:
-        _stepped(base, live, slice(None), flat=False)
+        with Collectives() as collectives:
+            _stepped(base, live, slice(None), flat=False)
+        if collectives.names:
+            _require_same_state(base, live, sorted(collectives.names))
         return True
     whole = _stepped(base, live, slice(None))
     parts = [_stepped(base, live, part) for part in (slice(None, _CUT), slice(_CUT, None))]
@@ -82,6 +87,28 @@ def _trial(base: torch.optim.Optimizer, partitioned: bool, live: Mapping[int, to
         if not torch.allclose(tensor, torch.cat([part[number] for part in parts]), rtol=1e-5, atol=1e-7):
             return False
     return True
+
+
+def _require_same_state(
+    base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor], collectives: Sequence[str]
+) -> None:
+    """Raise UsageError on all ranks where a step leaves the state of a tensor on some of them. Collective."""
+    toy, tensors = _copy(base, live, slice(None), flat=False)
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    type(toy).step(toy)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, [{str(key): _shape(value) for key, value in toy.state[t].items()} for t in tensors])
+    if any(other != told[0] for other in told):
+        raise UsageError(
+            f"optimizer {type(base).__name__} deals its tensors out among the ranks, by collectives of its own "
+            f"({', '.join(collectives)}): the state of each is on one rank, and would be lost with it. Give the class "
+            "that its authors have for a single device: all ranks have the whole gradients, and step alike"
+        )
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _stepped(
@@ -139,10 +166,11 @@ def twin_of(base: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Op
         if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
             twin_of(value, memo)
     for name, value in vars(base).items():
-        # Hooks belong to the engine that holds the original, a wrapper around `step` to a scheduler.
+        # Hooks belong to the engine that holds the original, what hides a method (`step`, `zero_grad`) to it or to a
+        # scheduler.
         if name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             vars(twin)[name] = OrderedDict()
-        elif name != "step":
+        elif not (callable(value) and hasattr(kind, name)):
             vars(twin)[name] = copy.deepcopy(value, memo)
     for group in twin.param_groups:
         if "lr" in group:
@@ -173,3 +201,16 @@ def _check_state(toy: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
             kept = value is None or isinstance(value, (bool, int, float, str))
         if not kept:
             raise UsageError(not_elementwise(toy, tensor.numel(), str(key), value))
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The names of those that were made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.add(func.__name__.split(".")[0].strip("_"))
+        return func(*args, **(kwargs or {}))

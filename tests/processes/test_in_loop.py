@@ -94,6 +94,27 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
     assert _distance(still.state, moved.state) <= 8 * FLOOR
 
 
+@pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP2"])
+def test_what_a_script_sends_in_an_abandoned_step_reaches_nobody(crew: Crew, tmp_path: Path, engine: str) -> None:
+    """A peer may still be in the collective that has failed here: gloo ends its process where more bytes come than it
+    waits for (seen with TRL's DPO and adapters at stage 3, which gathers what it logs after each pass)."""
+    plain = {**ENGINES[engine], "dropout": 0.1}
+    config = {**plain, "in_loop": True, "victim": 1, "survivors": (0, 2), "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1, "engine": _engine(plain)}
+    crew.begin([0, 1, 2], "exchanging.trains", {**config, "at": 2}, **more)
+    crew.reached(1, "there")
+    crew.reached(0, "committed step 2")
+    # Without an abort, which would end what they send as well: both are its neighbours, and notice.
+    crew.members[1].signal(signal.SIGKILL)
+    crew.members[1].process.join()
+    assert {crew.outcome(number).result.kind for number in (0, 2)} == {"collective_failed"}
+    crew.replace(1)
+    store = CheckpointStore(str(tmp_path), "run")
+    ended = crew.run([0, 1, 2], "exchanging.trains", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(ended, "finished", 4)
+    assert [outcome.told.get("arrived") for outcome in ended] == [False, None, False]
+
+
 def samples(run: Run) -> Counter[tuple[int, int]]:
     """How often each position of the data was trained on in which step, after step `AT`."""
     return Counter(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
 
 from elastic.core.errors import UsageError
 from elastic.engines.optimizer_trial import try_optimizer
@@ -153,3 +157,50 @@ def test_groups_that_are_filled_during_a_step_only_are_tried(kind: type[Plain], 
         return
     with pytest.raises(UsageError, match="cut in two"):
         try_optimizer(optimizer, True, {0: flat})
+
+
+class Dealt(torch.optim.SGD):
+    """Ranks step parameters in turn, and send them to the others. `kept_by`: the ranks that have a state of it then."""
+
+    kept_by: tuple[int, ...] = (0,)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            dist.broadcast(parameter, 0)
+            parameter.sub_(0.1)
+            if dist.get_rank() in self.kept_by:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+
+
+class Alike(Dealt):
+    kept_by = (0, 1)
+
+
+def _tried(rank: int, store: str, told: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for kind in (Dealt, Alike):
+        optimizer = kind([nn.Parameter(torch.ones(3, 2))], 0.1)
+        # As an engine or a scheduler leaves it.
+        vars(optimizer)["zero_grad"] = told.put
+        try:
+            try_optimizer(optimizer, partitioned=False)
+        except UsageError as error:
+            told.put((rank, kind.__name__, str(error)))
+    dist.destroy_process_group()
+
+
+def test_in_stage_0_what_deals_tensors_out_among_ranks_is_refused_on_all(tmp_path: Path) -> None:
+    """State that is on one rank alone would be lost with it. Collectives that leave it on all are the script's own."""
+    context = torch.multiprocessing.get_context("spawn")
+    told = context.Queue()
+    ranks = [context.Process(target=_tried, args=(rank, str(tmp_path / "store"), told)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    refused = sorted(told.get(timeout=120) for _ in ranks)
+    for each in ranks:
+        each.join()
+    assert [each.exitcode for each in ranks] == [0, 0]
+    assert [(rank, name) for rank, name, _ in refused] == [(0, "Dealt"), (1, "Dealt")]
+    assert "collectives of its own (broadcast): the state of each is on one rank" in refused[0][2]
+    assert told.empty()

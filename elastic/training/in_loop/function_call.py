@@ -295,6 +295,9 @@ class FunctionCall:
         # The first cause must reach the controller before the consequences that other ranks see.
         runner.announce(result)
         runner.generation.scope.fail(error)
+        if result.kind != "anomaly" and not runner.generation.scope.planned:
+            # What follows of the step may have collectives of the script's. After an anomaly all ranks are at the same.
+            runner.generation.group.sever()
         self._abandoned = result
         # Now: what follows of the step is the user's code, which may clear gradients.
         self._hold(result)

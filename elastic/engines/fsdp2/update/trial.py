@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.update.stand_ins import StandIn, standing_in
 from elastic.engines.optimizer_state import not_elementwise
-from elastic.engines.optimizer_trial import is_elementwise, twin_of
+from elastic.engines.optimizer_trial import Collectives, is_elementwise, twin_of
 from elastic.engines.whole_tensor import refuse_beyond_tensors
 
 # Of as many dimensions as the parameter has. Above the size from which block-wise quantised optimizers quantise
@@ -75,7 +74,7 @@ def _tried(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> Trial:
     name = type(optimizer).__name__
     try:
         # What is done here must not draw from the run's random streams.
-        with torch.random.fork_rng(devices=[]), _Collectives() as collectives:
+        with torch.random.fork_rng(devices=[]), Collectives() as collectives:
             groups = frozenset(kind.group for kind in kinds if not _cut_is_whole(kind))
             whole = [(kind, kinds[place - 1]) for place, kind in enumerate(kinds) if kind.group in groups]
             kept = {kind.told: _kept_alone(kind, other) for kind, other in whole}
@@ -258,16 +257,3 @@ def _is_number(value: Any) -> bool:
 
 def _refused(name: str, why: str) -> UsageError:
     return UsageError(f"optimizer {name} cannot be used with the fsdp2 engine here: {why}")
-
-
-class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The names of those that were made meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.names.add(func.__name__.split(".")[0].strip("_"))
-        return func(*args, **(kwargs or {}))
