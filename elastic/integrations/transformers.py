@@ -171,7 +171,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _initialize(self) -> tuple[Any, Any]:
         # A worker that joins does all of this before the others pause for it, and its model makes their passes.
-        spec = spec_alone() or _spec()
+        spec = spec_alone() or spec_of_generation()
         kind = engine_kind(spec.engine)
         transformers_arguments.refuse_mesh(self, spec)
         self._shares_sequences = transformers_sequences.shares(self, spec.sp)
@@ -359,7 +359,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         if share:
             # Counted by the model as it was before ranks got slices and shards of it, and once by all of a cell.
-            whole = self._size / max(1, _size(self.model)) / _spec().mesh.per_cell
+            whole = self._size / max(1, _size(self.model)) / spec_of_generation().mesh.per_cell
             self.current_flos += float(self.floating_point_ops(inputs)) * whole
         last = bool(engine.is_gradient_accumulation_boundary())
         step_loss = self._whole_loss(engine) if last else None
@@ -446,7 +446,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         api.state[_KEPT] = {**transformers_state.kept(self), "best_saved": self._best.step, "epoch": self._epoch}
 
 
-def _spec() -> GenerationSpec:
+def spec_of_generation() -> GenerationSpec:
     generation = context.current()
     assert generation is not None
     return generation.scope.spec

@@ -22,7 +22,7 @@ import torch
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.errors import UsageError
 from elastic.integrations.rollouts import Counts, Figures, alone, copied, counted_as, later, one_step
-from elastic.integrations.transformers import Trainer, _spec
+from elastic.integrations.transformers import Trainer, spec_of_generation
 from elastic.integrations.transformers_state import number
 from elastic.training import api, rng
 from elastic.training.data.loader import ElasticLoader
@@ -91,12 +91,6 @@ class _OnPolicy(_Before):
         return int(self.args.per_device_train_batch_size) // self.num_generations
 
     def _initialize(self) -> tuple[Any, Any]:
-        spec = _spec()
-        if max(spec.tp, spec.sp, spec.pp, spec.ep, *spec.tp_sizes) > 1 or spec.ep_changes:
-            raise UsageError(
-                f"{_name(self)}: `mesh` is not supported, {_NOT_RUN}. Without it each worker samples completions by "
-                "itself, with ZeRO stage 3 and FSDP2 too"
-            )
         engine, self._loader = super()._initialize()
         return engine, self._loader
 
@@ -114,7 +108,7 @@ class _OnPolicy(_Before):
         if not self.model.training:
             # By what they are: which rank evaluates them, and beside which others, changes with the number of ranks.
             prompts = zlib.crc32(repr([row.get("prompt") for row in batch]).encode())
-            rng.seed_everything(_spec().seed, "evaluated completions", self.state.global_step, prompts)
+            rng.seed_everything(spec_of_generation().seed, "evaluated completions", self.state.global_step, prompts)
             with alone():
                 return self._generate_and_score_completions(batch)
         progress = self._loader.step_loop.progress
@@ -141,12 +135,12 @@ class _OnPolicy(_Before):
         made: list[Any] = []
         items = 0.0
         for batch, rows in batches:
-            rng.seed_everything(_spec().seed, "completions", step, batch.index)
+            rng.seed_everything(spec_of_generation().seed, "completions", step, batch.index)
             with alone(), self._noting(batch):
                 made.append(self._generate_and_score_completions(rows))
             items += float(made[-1].get("num_items_in_batch", 0)) if batch.weight > 0 else 0.0
         # As the loader has left it: engine and loop draw from here.
-        rng.seed_everything(_spec().seed, "loop", step, batches[0][0].index)
+        rng.seed_everything(spec_of_generation().seed, "loop", step, batches[0][0].index)
         own = Counts(items, self.state.num_input_tokens_seen - seen)
         # Of a step that this rank has begun once, and others with it: what it had then is of all of it.
         self._counts = own.over_ranks(self._counts if kept else None, self.args.device)

@@ -94,6 +94,7 @@ def of_library(config: dict[str, Any], library: Any) -> tuple[Any, dict[str, Any
 
 def trains(config: dict[str, Any]) -> None:
     import elastic.integrations.trl
+    from elastic.training.in_loop.ahead import spec_alone
 
     crew.told["calls"] = crew.told.get("calls", 0) + 1
     base, given = of_library(config, elastic.integrations.trl)
@@ -110,6 +111,10 @@ def trains(config: dict[str, Any]) -> None:
                 crew.point("there")
                 crew.stay()
             return super()._calculate_rewards(*args, **kwargs)
+
+        def create_optimizer(self, *args: Any) -> Any:
+            crew.told["ahead"] = spec_alone() is not None
+            return super().create_optimizer(*args)
 
         def _completions(self, step: int, batches: Any, kept: Any) -> Any:
             crew.told["continued"] = crew.told.get("continued", False) or len(kept) > 0

@@ -63,6 +63,7 @@ def test_completions_rewards_and_losses_are_those_of_the_undisturbed_run(
     assert_logged_alike(grown, still)
     rewards = [entry["reward"] for entry in grown[0].told["log"] if "reward" in entry]
     assert len(set(rewards)) == len(rewards) > 2
+    assert [outcome.told["ahead"] for outcome in grown] == [False, False, True], "made while the others trained"
     # At stage 1 those that are left keep what they have of the step in which the other was lost.
     kept = [outcome.told.get("continued", False) for outcome in grown]
     assert kept == [engine == "ZeRO-1", engine == "ZeRO-1", False]

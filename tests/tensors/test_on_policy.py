@@ -48,6 +48,15 @@ def test_what_would_depend_on_the_number_of_workers_is_refused(given: dict[str, 
         _refuse(grpo(**given))
 
 
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"sp": 2}, {"ep": 2}, {"tp_sizes": (1, 2)}])
+def test_a_mesh_is_refused(mesh: dict[str, Any]) -> None:
+    from elastic.core.generation_spec import GenerationSpec
+    from elastic.integrations.transformers_arguments import refuse_mesh
+
+    with pytest.raises(UsageError, match=r"elastic\.integrations\.trl's Trainers and `mesh`"):
+        refuse_mesh(grpo(), GenerationSpec("run", 1, 0, 4, engine="fsdp2", **mesh))
+
+
 def test_a_micro_batch_is_as_many_prompts_as_it_has_room_for() -> None:
     assert grpo()._micro_batch_size() == 2
 
