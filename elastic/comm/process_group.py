@@ -235,8 +235,8 @@ class ProcessGroup:
         """From the thread whose collective has failed: nothing that its code still begins reaches a peer.
 
         A peer may be in the collective that has failed here, and wait for fewer bytes than another one sends: gloo ends
-        its process then (as of torch 2.13: "Received data size doesn't match expected size"). With NCCL no call that
-        follows a failure sends anything.
+        its process then (as of torch 2.13: "Received data size doesn't match expected size"). Communicators of NCCL,
+        whose calls raise nothing by themselves, are aborted where an error is found.
         """
         with self._abort_lock:
             if self._joined and not self.fails_silently:
