@@ -60,7 +60,8 @@ def refuse(trainer: Any, base: type) -> None:
 def refuse_mesh(own: Any, spec: GenerationSpec) -> None:
     """Raises UsageError for what ranks cannot share under this Trainer."""
     trainer = "elastic.integrations.transformers.Trainer"
-    if hasattr(own, "_makes_completions") and (spec.mesh.per_cell * spec.ep > 1 or spec.tp_sizes or spec.ep_changes):
+    shared = max(spec.mesh.per_cell * spec.ep, *spec.tp_sizes, 1) > 1 or spec.ep_changes
+    if hasattr(own, "_makes_completions") and shared:
         raise UsageError(
             "elastic.integrations.trl's Trainers and `mesh` are not supported together, which has not been run; "
             "without it each worker samples completions by itself, with ZeRO stage 3 and FSDP2 too"

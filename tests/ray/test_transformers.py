@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 HERE = Path(__file__).resolve().parent
 JOB = """
-entry_point: {here}/hf_loop.py:main
+entry_point: {here}/{script}.py:main
 config: {{folder: {folder}, name: {name}, steps: 16}}
 min_workers: 2
 max_workers: {workers}
@@ -47,10 +47,12 @@ workers_per_slot: 2
 WORKERS = {"cells": 6}
 
 
-def run(folder: Path, name: str, engine: str, *more: str) -> dict[str, Any]:
+def run(folder: Path, name: str, engine: str, *more: str, script: str = "hf_loop") -> dict[str, Any]:
     job = folder / f"{name}.yaml"
     job.write_text(
-        JOB.format(here=HERE, folder=folder, name=name, engine=ENGINES[engine], workers=WORKERS.get(engine, 3))
+        JOB.format(
+            here=HERE, script=script, folder=folder, name=name, engine=ENGINES[engine], workers=WORKERS.get(engine, 3)
+        )
     )
     summary = folder / f"{name}.summary"
     arguments = ["run", str(job), "--run-id", name, "--nodes", "3", "--summary", str(summary), *more]
@@ -94,3 +96,20 @@ def test_a_killed_node_changes_no_loss(tmp_path: Path, engine: str) -> None:
     again = [(entry["step"], entry["eval_loss"]) for entry in killed["log"] if "eval_loss" in entry]
     assert [step for step, _ in again] == [5, 10, 15, 16]
     assert [loss for _, loss in again] == pytest.approx([loss for _, loss in evaluated], rel=1e-4)
+
+
+@pytest.mark.timeout(540)
+def test_a_killed_node_changes_no_completion(tmp_path: Path) -> None:
+    """Of TRL's GRPO, which are sampled: their lengths and rewards are those of an undisturbed run."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    quiet = run(tmp_path, "quiet", "FSDP2", script="grpo_loop")
+    killed = run(tmp_path, "killed", "FSDP2", "--chaos", "kill-node@step=7,add-node@step=9", script="grpo_loop")
+    assert len(killed["summary"]["generations"]) > 1
+    records = JournalReader(str(tmp_path / "runs"), "killed").records()
+    assert [record for record in records if record.get("kind") == "function-left"] == []
+    assert killed["steps"] == quiet["steps"] == 16
+    keys = ("loss", "reward", "completions/mean_length", "num_tokens", "entropy", "grad_norm")
+    wanted, found = ([[entry[key] for key in keys] for entry in each["log"][:-1]] for each in (quiet, killed))
+    assert len({reward for _, reward, *_ in wanted}) == len(wanted) == 16
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)

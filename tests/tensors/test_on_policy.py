@@ -55,6 +55,8 @@ def test_a_mesh_is_refused(mesh: dict[str, Any]) -> None:
 
     with pytest.raises(UsageError, match=r"elastic\.integrations\.trl's Trainers and `mesh`"):
         refuse_mesh(grpo(), GenerationSpec("run", 1, 0, 4, engine="fsdp2", **mesh))
+    # As a run without a mesh has it.
+    refuse_mesh(grpo(), GenerationSpec("run", 1, 0, 4, engine="fsdp2", tp_sizes=(1,)))
 
 
 def test_a_micro_batch_is_as_many_prompts_as_it_has_room_for() -> None:
@@ -69,23 +71,22 @@ def test_each_prompt_comes_as_often_as_it_has_completions_in_rows_of_their_own()
     assert rows == [{"prompt": "a", "reward": 1.0}, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"}]
 
 
-def test_accelerate_trains_alone_for_as_long_as_it_is_told() -> None:
-    from accelerate.state import DistributedType, PartialState
+def test_accelerate_trains_alone_for_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+    from accelerate.utils import gather
 
     from elastic.integrations.rollouts import alone
 
-    state = PartialState(cpu=True)
-    shared = PartialState._shared_state
     of_three = {"distributed_type": DistributedType.MULTI_CPU, "num_processes": 3, "process_index": 2}
-    before = {name: shared[name] for name in of_three}
-    shared.update(of_three)
-    try:
-        with alone():
-            assert (state.num_processes, state.process_index, state.is_main_process) == (1, 0, True)
-            assert state.distributed_type == DistributedType.NO
-        assert {name: shared[name] for name in of_three} == of_three
-    finally:
-        shared.update(before)
+    # Not its constructor, which would make a process group.
+    monkeypatch.setattr(PartialState, "_shared_state", {**of_three, "device": torch.device("cpu")})
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    with alone():
+        state = PartialState()
+        assert (state.num_processes, state.process_index, state.is_main_process) == (1, 0, True)
+        assert gather(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert {name: PartialState._shared_state[name] for name in of_three} == of_three
+    assert AcceleratorState._shared_state == {}
 
 
 def test_a_dataset_is_counted_by_rows_while_it_is_evaluated() -> None:
