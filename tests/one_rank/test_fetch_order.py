@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,24 +27,26 @@ class Headed(nn.Module):
         return nn.functional.linear(hidden, self.head.weight) if scores else self.head(hidden)
 
 
+def initialized() -> tuple[Headed, Any, Any]:
+    """The model, its engine and its loader."""
+    import elastic
+
+    torch.manual_seed(1)
+    config = settings(3, train_micro_batch_size_per_gpu=3)
+    config["zero_optimization"] |= APART
+    model = Headed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine, _, loader, _ = elastic.initialize(model=model, optimizer=optimizer, training_data=Numbers(), config=config)
+    return model, engine, loader
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_passes_by_module_and_by_weight_take_turns(tmp_path: Path, trained: bool) -> None:
     """DeepSpeed's "tracing error" where the order of two passes was recorded before the first by weight."""
     made: list[tuple[torch.Tensor, ...]] = []
 
     def train() -> None:
-        import elastic
-
-        torch.manual_seed(1)
-        config = settings(3, train_micro_batch_size_per_gpu=3)
-        config["zero_optimization"] |= APART
-        model = Headed()
-        engine, _, loader, _ = elastic.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-            training_data=Numbers(),
-            config=config,
-        )
+        model, engine, loader = initialized()
         for x, _ in loader:
             with torch.no_grad():
                 found = [model(x) for _ in range(2)]
@@ -63,22 +66,11 @@ def test_weights_are_whole_for_as_long_as_they_are_gathered(tmp_path: Path) -> N
     made: list[tuple[torch.Tensor, ...]] = []
     shapes: list[tuple[bool, ...]] = []
 
-    def whole(model: nn.Module) -> bool:
-        return all(parameter.numel() == parameter.ds_numel for parameter in model.parameters())  # type: ignore[attr-defined]
+    def whole(model: Any) -> bool:
+        return all(parameter.numel() == parameter.ds_numel for parameter in model.parameters())
 
     def train() -> None:
-        import elastic
-
-        torch.manual_seed(1)
-        config = settings(3, train_micro_batch_size_per_gpu=3)
-        config["zero_optimization"] |= APART
-        model = Headed()
-        engine, _, loader, _ = elastic.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-            training_data=Numbers(),
-            config=config,
-        )
+        model, engine, loader = initialized()
         for x, _ in loader:
             with torch.no_grad():
                 apart = (model(x), model(x, scores=True))
