@@ -13,6 +13,7 @@ import torch
 import trainings
 from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
 from layered_model import LAYERS
+from optimizers import is_muon_of_deepspeed
 from routed import loss_of, written
 
 import elastic
@@ -33,7 +34,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     given: dict[str, Any] = {}
     if config.get("named optimizer"):
         native["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02, "eps": EPS, "torch_adam": True}}
-    else:
+    elif not is_muon_of_deepspeed(config):
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         adam = partial(torch.optim.AdamW, lr=0.02, eps=EPS)
         given["optimizer"] = (partial(torch.optim.SGD, lr=0.2, momentum=0.9) if config.get("sgd") else adam)(trained)

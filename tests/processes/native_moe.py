@@ -9,6 +9,7 @@ import torch
 import trainings
 from layered_model import texts
 from moe_model import EPS, EXPERTS, Mixture, groups_of, loss
+from optimizers import is_muon_of_deepspeed
 
 import elastic
 
@@ -25,7 +26,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     native, given = configured(config), {}
     if config.get("named optimizer"):
         native["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02, "eps": EPS, "torch_adam": True}}
-    else:
+    elif not is_muon_of_deepspeed(config):
         groups = groups_of(model, config.get("groups", "split"))
         given["optimizer"] = torch.optim.AdamW(groups, lr=0.02, eps=EPS)
     if config.get("own schedule"):

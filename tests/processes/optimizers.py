@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,9 +48,20 @@ class Orthogonal(torch.optim.Optimizer):
         return mean / (square.sqrt() + 1e-6)
 
 
+def is_muon_of_deepspeed(config: dict[str, Any]) -> bool:
+    """Does DeepSpeed's configuration say it? Then it is not compiled, which would take longer than the run."""
+    found: bool = config.get("top", {}).get("optimizer", {}).get("type") == "Muon"
+    if found or "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager" if found and not config.get("compiled") else "default")
+    return found
+
+
 def of(config: dict[str, Any], given: Iterable[Any], **adamw: Any) -> Any:
-    """What `config["optimizer"]` says, of these parameters or groups of them; AdamW where it says nothing."""
+    """What `config["optimizer"]` says, of these parameters or groups of them; AdamW where it says nothing, and None
+    where DeepSpeed's configuration has one."""
     parameters = list(given)
+    if is_muon_of_deepspeed(config):
+        return None
     if "optimizer" not in config:
         return torch.optim.AdamW(parameters, **adamw)
     flat = [p for each in parameters for p in (each["params"] if isinstance(each, dict) else [each])]

@@ -7,6 +7,7 @@ from typing import Any
 
 import cells
 import crew
+import optimizers
 import sequence_model
 import torch
 import trainings
@@ -38,7 +39,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=texts(config.get("size", 37), crew.indices),
-        optimizer=torch.optim.AdamW(trained, lr=config.get("rate", 0.02)),
+        optimizer=optimizers.of(config, trained, lr=config.get("rate", 0.02)),
         weights=trainings.weights_of(config),
         config=trainings.deepspeed_config(config),
     )

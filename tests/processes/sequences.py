@@ -7,6 +7,7 @@ from typing import Any
 
 import cells
 import crew
+import optimizers
 import torch
 import trainings
 from sequence_model import Transformer, logits_of, loss_of, texts
@@ -17,7 +18,7 @@ import elastic
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3)
     model = Transformer(config.get("dropout", 0.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = optimizers.of(config, model.parameters(), lr=0.02)
     found = texts(37, crew.indices)
 
     def share(reader: int, readers: int) -> Iterator[Any]:

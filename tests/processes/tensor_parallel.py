@@ -85,8 +85,7 @@ class Turned(ColwiseParallel):
 
 
 def of_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
-    if config.get("dtype") == "fp16":
-        trainings.believe_in_half_precision()
+    trainings.believe_in_half_precision(config.get("dtype") == "fp16")
     native = trainings.deepspeed_config(config)
     if config.get("layers", True):
         layers = FUSED if config.get("fused") else LAYERS

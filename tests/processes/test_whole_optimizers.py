@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path, name: str) -> N
     config = {**FSDP2, "optimizer": name, "schedule": False}
     whole = Run(tmp_path, cells.through(crew, tmp_path, "tensor_parallel.train", config, WHOLE))
     (outcome,) = whole.outcomes
-    losses, weights = plain_torch(outcome.indices, name)
+    torch.manual_seed(3)
+    model = Transformer(0.0, False, **EVEN)
+    losses, weights = plain_torch(model, outcome.indices, lambda trained: optimizers.of({"optimizer": name}, trained))
     allowed = 1e-6 if name == "orthogonal" else COARSE
     found = [float(whole.losses[f"loss {step}"]) for step in range(1, LAST_STEP + 1)]
     assert losses == pytest.approx(found, abs=allowed)
@@ -46,11 +48,13 @@ def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path, name: str) -> N
         assert torch.allclose(outcome.told["weights"][key], value, atol=max(allowed, ALLOWED)), key
 
 
-def plain_torch(indices: Sequence[int], name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(3)
-    model, losses = Transformer(0.0, False, **EVEN), []
+def plain_torch(
+    model: Transformer, indices: Sequence[int], make: Callable[[list[Any]], Any], clipping: float = FSDP2["clipping"]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses by step, and the weights at the end. `make` gives an optimizer, or several."""
+    losses: list[float] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made = optimizers.of({"optimizer": name}, trained)
+    made = make(trained)
     for begin in range(0, len(indices), 10):
         step = indices[begin : begin + 10]
         losses.append(0.0)
@@ -60,7 +64,7 @@ def plain_torch(indices: Sequence[int], name: str) -> tuple[list[float], dict[st
             loss = loss_of(model(tokens), labels) * len(samples) / len(step)
             loss.backward()
             losses[-1] += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(trained, FSDP2["clipping"])
+        torch.nn.utils.clip_grad_norm_(trained, clipping)
         for optimizer in made if isinstance(made, list) else [made]:
             optimizer.step()
         model.zero_grad()

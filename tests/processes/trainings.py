@@ -107,12 +107,15 @@ def weights_of(config: dict[str, Any]) -> Any:
     return {"source": there} if there is not None and elastic.get_context().rank == 1 else config.get("weights")
 
 
-def believe_in_half_precision() -> None:
+def believe_in_half_precision(believed: bool = True) -> None:
     """DeepSpeed believes that a CPU cannot compute in fp16; torch can. What is tested is the loss scaler's way."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+    for name in ("is_fp16_supported", "supported_dtypes"):
+        # Of a test before, in the same process.
+        vars(accelerator).pop(name, None)
+    if believed and accelerator.device_name() == "cpu":
         accelerator.is_fp16_supported = lambda: True
         accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 

@@ -37,6 +37,7 @@ from elastic.engines.deepspeed.pipeline import placed
 from elastic.engines.deepspeed.pipeline.adapter import PipelineAdapter
 from elastic.engines.deepspeed.pipeline.module import is_pipeline, require_carriable
 from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
+from elastic.engines.deepspeed.state.muon import WholeMomentum, refuse_dependent
 from elastic.engines.deepspeed.state.stage3 import gather_in_bundles
 
 
@@ -150,6 +151,7 @@ class DeepSpeed:
         try:
             belongings.require_kept()
             form.require_built(native.module)
+            refuse_dependent(native, resolved.tp_sizes)
             engine = (
                 PipelineAdapter(native, nonfinite, belongings)
                 if form.staged
@@ -166,6 +168,7 @@ class DeepSpeed:
         if stage3:
             gather_in_bundles(native.optimizer)
             forget_where_weights_are_found(native.optimizer.parameter_offload)
+        WholeMomentum.take_over(native.optimizer)
         belongings.built(native)
         forget_powers(native.basic_optimizer)
         engine.count_collectives()

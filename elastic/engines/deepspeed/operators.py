@@ -36,6 +36,8 @@ def forget_powers(optimizer: Any) -> None:
     """On a CPU the kernels of Adam keep the betas to the power of the step, one for the whole process, and multiply
     them on from step to step. A process that begins at a later step takes the power itself, which is rounded otherwise.
     After a step with other betas they take it in every process."""
+    # Muon has one inside, for what is no matrix.
+    optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer
     kind = next(
         (cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("deepspeed.ops.adam")), ""
     )

@@ -96,6 +96,11 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
         "parameters on NVMe are bound to the number of ranks and cannot be resharded; use device: cpu",
     ),
     (
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+        _true,
+        "it is for optimizer state on NVMe, which cannot be resharded; remove the key",
+    ),
+    (
         "zero_optimization.zenflow",
         _present,
         "its optimizer runs in a process of its own whose state no snapshot can see; use plain CPU offload",
@@ -160,7 +165,8 @@ def refuse(config: Mapping[str, Any]) -> None:
     if kind.lower() in _GONE_OPTIMIZERS:
         raise UsageError(f"DeepSpeed option optimizer.type {kind!r}: {_GONE}; use Adam or AdamW")
     zero = config.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("stage") in (1, 2, 3):
+    # DeepSpeed gives its own Muon whole matrices.
+    if isinstance(zero, Mapping) and zero.get("stage") in (1, 2, 3) and kind.lower() != "muon":
         refuse_whole_tensor(kind)
 
 

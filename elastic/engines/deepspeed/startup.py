@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -98,20 +99,17 @@ def values_come_later() -> Iterator[None]:
 @contextmanager
 def _compiled_at_first_use() -> Iterator[None]:
     """DeepSpeed's Muon calls torch.compile while it is imported, which loads the whole compiler: 0.8 s of CPU in every
-    process, whatever its optimizer. Here a function is compiled when it is first called."""
+    process, whatever its optimizer. Here functions are compiled when the first of them is called."""
     from deepspeed.runtime import compiler
 
     original = compiler.compile
+    later: list[_Later] = []
 
     def compile_later(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            compiled = functools.cache(lambda: original(*args, **kwargs)(function))
-
-            @functools.wraps(function)
-            def call(*values: Any, **named: Any) -> Any:
-                return compiled()(*values, **named)
-
-            return call
+            made = _Later(function, original(*args, **kwargs), later)
+            later.append(made)
+            return made.stand_in
 
         return decorate
 
@@ -120,3 +118,29 @@ def _compiled_at_first_use() -> Iterator[None]:
         yield
     finally:
         compiler.compile = original
+
+
+class _Later:
+    """A function of a module that is to be compiled. `stand_in` has its place until one of `others` is called: then all
+    are compiled and take their places, for the compiler would go through stand-ins that they call."""
+
+    def __init__(
+        self, function: Callable[..., Any], decorate: Callable[[Any], Callable[..., Any]], others: list[_Later]
+    ) -> None:
+        self._function, self._decorate, self._others = function, decorate, others
+        self._compiled: Callable[..., Any] | None = None
+
+        @functools.wraps(function)
+        def stand_in(*values: Any, **named: Any) -> Any:
+            while others:
+                others.pop().compile()
+            assert self._compiled is not None
+            return self._compiled(*values, **named)
+
+        self.stand_in = stand_in
+
+    def compile(self) -> None:
+        self._compiled = self._decorate(self._function)
+        place = sys.modules[self._function.__module__]
+        if getattr(place, self._function.__name__, None) is self.stand_in:
+            setattr(place, self._function.__name__, self._compiled)

@@ -17,6 +17,7 @@ from elastic.core.sharding.experts import held
 from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 from elastic.core.sharding.zero import Group, zero12_layout
 from elastic.engines.deepspeed.experts.placement import is_expert
+from elastic.engines.deepspeed.state.muon import WholeMomentum
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.live_state import Beside, Extra, Master, Weight, frozen_whole
 from elastic.engines.model.plain_names import named_parameters
@@ -106,6 +107,8 @@ class PartitionedState(ZeroState):
         # Fragments of optimizer state are views made after the first step; new state tensors need new views.
         self._wrapper._link_all_hp_params()
         self._wrapper._hp_optimizer_states_linked = False
+        if (momentum := WholeMomentum.of(self._wrapper)) is not None:
+            momentum.exchange()
         if all(self.base.state.get(master.tensor) for master in self.masters()):
             self._wrapper._lazy_init_hp_params_optimizer_state()
 

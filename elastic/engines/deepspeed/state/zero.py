@@ -17,6 +17,7 @@ from elastic.core.sharding.mesh_memory import CutBy
 from elastic.engines.deepspeed.experts import config, placement
 from elastic.engines.deepspeed.experts.native import Counterparts
 from elastic.engines.deepspeed.pipeline import module as pipeline
+from elastic.engines.deepspeed.state.muon import is_deepspeeds
 from elastic.engines.live_state import (
     Beside,
     Extra,
@@ -36,7 +37,6 @@ class ZeroState(ABC):
     """`elastic.engines.live_state.ShardedState` of a DeepSpeedEngine; one subclass for each way of partitioning."""
 
     zero_stage: int
-    optimizer_tried = False
     once: dist.ProcessGroup | None = None
     writers: tuple[int, ...] | None = None
     base: torch.optim.Optimizer
@@ -61,6 +61,8 @@ class ZeroState(ABC):
         self._engine = engine
         self._wrapper = engine.optimizer
         self._names = parameter_names(engine.module)
+        # ZeRO gives it the update of whole matrices.
+        self.optimizer_tried = engine.zero_optimization_stage() > 0 and is_deepspeeds(engine.basic_optimizer)
 
     def specs(self) -> list[TensorSpec]:
         own = specs_of(self.module, [name for group in self.groups() for name in group], self.full_shape)
