@@ -10,7 +10,7 @@ import torch
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import owner_layout
 from elastic.engines.live_state import BUFFER, KEPT, MASTER, Extra, Master, ShardedState, buffers, kept
-from elastic.engines.optimizer_state import MasterState, read_states
+from elastic.engines.optimizer.state import MasterState, read_states
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Inventory:
         masters = state.masters()
         extras = [*state.frozen(), *buffers(state.module)]
         return cls(tuple(masters), tuple(read_states(state.base, masters)), tuple(extras))
+
+    @property
+    def optimizer(self) -> tuple[tuple[Master, ...], tuple[MasterState, ...]]:
+        return self.masters, self.states
 
     def with_kept(self, tensors: Mapping[str, torch.Tensor]) -> Inventory:
         """The same and `tensors` by name, which are not the model's."""

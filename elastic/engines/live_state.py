@@ -8,7 +8,7 @@ its state. An *extra* is a tensor that no optimizer updates: a frozen parameter 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -39,6 +39,7 @@ class Master:
     `names` are the parameters that it holds on all ranks together: they share its optimizer scalars. `wrapper` is the
     DTensor whose local part `tensor` is: the optimizer keeps its state under that one, and as DTensors. `among`: of
     what is `replicated`, the ranks that have copies and write one of them; None: as `ShardedState.writers` says.
+    `others`: the optimizer may keep tensors of other shapes of it, the same on all ranks.
     """
 
     buffer: str
@@ -49,6 +50,7 @@ class Master:
     replicated: bool
     wrapper: DTensor | None = None
     among: tuple[int, ...] | None = None
+    others: bool = False
 
     @property
     def key(self) -> torch.Tensor:
@@ -166,6 +168,8 @@ class ShardedState(Protocol):
     zero_stage: int
     # The engine itself has made sure that the optimizer's result does not depend on the number of ranks.
     optimizer_tried: bool
+    # Then: what that keeps in other shapes than its parameters', if it does.
+    keeps_others: Collection[str]
     rank: int
     world_size: int
     # The ranks with the same experts as this one, where ranks share experts, or with the same shard of everything.

@@ -22,7 +22,7 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.engines.json_values import decode
 from elastic.engines.live_state import MASTER
-from elastic.engines.optimizer_state import decode_scalars
+from elastic.engines.optimizer.state import decode_scalars
 from elastic.interchange.output_folder import OutputFolder
 from elastic.interchange.tensors import CheckpointTensors
 from elastic.interchange.torch_file import LazyTensor, save

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import transformers
 
 from elastic.engines.fsdp2.update import whole_step
 
@@ -48,6 +49,39 @@ class Orthogonal(torch.optim.Optimizer):
         return mean / (square.sqrt() + 1e-6)
 
 
+class Factored(torch.optim.Optimizer):
+    """Keeps the mean square of rows and of columns, the products of a matrix with its own in a list, and a momentum."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    sides = gradient.shape[-2:] if gradient.dim() > 1 else ()
+                    state["products"] = [gradient.new_zeros(size, size) if size < 20 else None for size in sides]
+                    state["momentum"] = torch.zeros_like(gradient)
+                    state["squares"] = {
+                        str(dim): gradient.new_zeros(gradient.shape[dim]) for dim in range(gradient.dim())
+                    }
+                for side, product in enumerate(state["products"]):
+                    if product is not None:
+                        flat = gradient.transpose(-2, side - 2).reshape(len(product), -1)
+                        product.mul_(0.9).addmm_(flat, flat.T)
+                change = state["momentum"].mul_(0.9).add_(gradient).clone()
+                for dim, square in state["squares"].items():
+                    rest = [other for other in range(gradient.dim()) if other != int(dim)]
+                    square.mul_(0.9).add_(gradient.square().sum(rest) if rest else gradient.square(), alpha=0.1)
+                    shape = [-1 if other == int(dim) else 1 for other in range(gradient.dim())]
+                    change /= (square.view(shape) + 1e-6).sqrt().sqrt()
+                for product in (found for found in state["products"] if found is not None):
+                    change /= 1 + product.trace()
+                parameter.add_(change, alpha=-group["lr"])
+
+
 def is_muon_of_deepspeed(config: dict[str, Any]) -> bool:
     """Does DeepSpeed's configuration say it? Then it is not compiled, which would take longer than the run."""
     found: bool = config.get("top", {}).get("optimizer", {}).get("type") == "Muon"
@@ -66,6 +100,10 @@ def of(config: dict[str, Any], given: Iterable[Any], **adamw: Any) -> Any:
         return torch.optim.AdamW(parameters, **adamw)
     flat = [p for each in parameters for p in (each["params"] if isinstance(each, dict) else [each])]
     matrices, rest = [p for p in flat if p.dim() > 1], [p for p in flat if p.dim() < 2]
+    if config["optimizer"] == "factored":
+        return Factored(flat)
+    if config["optimizer"] == "adafactor":
+        return transformers.Adafactor(flat, lr=0.02, relative_step=False, scale_parameter=True, beta1=0.9)
     # One byte: each tensor of an owner has a round by itself.
     whole_step._ROUND_BYTES = 1 if config.get("small rounds") else 1 << 20
     if config["optimizer"] != "muon":

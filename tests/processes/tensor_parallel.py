@@ -140,6 +140,8 @@ def train(config: dict[str, Any]) -> None:
                     drift(engine)
                 cells.come_to(config, "step", last)
                 engine.step()
+                if config.get("drift of a factor") == context.step and context.rank == 1:
+                    next(iter(engine.optimizer.state.values()))["squares"]["0"].add_(1.0)
             abandoned += elastic.get_context().abandoned
     weights = {name: whole_part(value) for name, value in engine.module.named_parameters()}
     cells.told(passes=float(engine.module.passes), weights=weights, abandoned=abandoned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch.multiprocessing
 from torch import nn
 
 from elastic.core.errors import UsageError
-from elastic.engines.optimizer_trial import try_optimizer
+from elastic.engines.json_values import decode, encode
+from elastic.engines.optimizer.other_shapes import is_other, put_together, taken_apart
+from elastic.engines.optimizer.trial import try_optimizer
 
 Parameters = Iterable[torch.nn.Parameter]
 
@@ -141,9 +144,35 @@ def test_what_updates_every_weight_by_itself_is_taken_and_left_as_it_was(make: A
 def test_whole_tensors_may_be_looked_at_in_stage_0_where_nothing_is_cut() -> None:
     matrices = [torch.nn.Parameter(torch.ones(8, 4))]
     for make in (ByNorm, Lamb, Noisy, Stuck):
-        try_optimizer(make(matrices), partitioned=False)
-    with pytest.raises(UsageError, match="Adafactor keeps 'row_var' as 8 elements for a tensor of 32 elements"):
-        try_optimizer(torch.optim.Adafactor(matrices), partitioned=False)
+        assert try_optimizer(make(matrices), partitioned=False) == set()
+    assert try_optimizer(torch.optim.Adafactor(matrices), partitioned=False) == {"row_var", "col_var"}
+    with pytest.raises(UsageError, match="Projecting keeps 'projector' as a object for a tensor of 32 elements"):
+        try_optimizer(Projecting(matrices), partitioned=False)
+
+
+class Projecting(ByNorm):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["projector"] = object()
+
+
+def test_what_has_other_shapes_is_taken_apart_and_put_together() -> None:
+    like = torch.zeros(3, 2)
+    rows, square = torch.arange(3.0), torch.ones(2, 2, dtype=torch.bfloat16)
+    for value in (rows, [square, None, []], {"rows": rows, "more": (square,)}):
+        assert is_other(value, like)
+        places, tensors = taken_apart("key", value)
+        assert json.loads(json.dumps(encode(places, "key"))) == encode(places, "key"), "it can be written"
+        stored = {path: tensor.clone().reshape(-1) for path, tensor in tensors.items()}
+        back = put_together(
+            decode(encode(places, "key")), lambda path, shape, dtype, found=stored: found[path].view(shape)
+        )
+        again, same = taken_apart("key", back)
+        assert (again, type(back)) == (places, type(value))
+        assert all(torch.equal(same[path], tensor) for path, tensor in tensors.items())
+    for value in (like, torch.ones(1), 3, "text", None, [1, rows], object()):
+        assert not is_other(value, like), "of the parameter's shape, a number, or not to be carried"
 
 
 @pytest.mark.parametrize(("kind", "refused"), [(Plain, False), (ByNorm, True)])

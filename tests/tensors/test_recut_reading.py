@@ -22,7 +22,7 @@ from elastic.core.sharding.layout import Chunk
 from elastic.core.sharding.zero import zero3_layout, zero12_layout
 from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import BUFFER, Extra, Master
-from elastic.engines.optimizer_state import MasterState
+from elastic.engines.optimizer.state import MasterState
 from elastic.training.state.reading import Staged
 from elastic.training.state.recut.reading import Made, Seen, read_recut
 from elastic.training.state.recut.verdict import expected_digests, require_whole

@@ -17,11 +17,11 @@ import torch
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch, UsageError
 from elastic.core.sharding.layout import Chunk, RankLayout
-from elastic.engines import optimizer_state
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.json_values import decode, encode
 from elastic.engines.live_state import BUFFER, PARAM, Extra, Master, TensorSpec
-from elastic.engines.optimizer_state import (
+from elastic.engines.optimizer import state as optimizer_state
+from elastic.engines.optimizer.state import (
     MasterState,
     decode_scalars,
     encode_scalars,
@@ -289,7 +289,7 @@ def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pyt
         rank=0, world_size=1, require_readable=lambda: None, elsewhere=frozenset(), writers=None
     )
     state.lanes, state.shares = SimpleNamespace(stages=1), SimpleNamespace(apart=None)
-    state._verification, state.zero_stage, state.kept = None, 2, dict
+    state._verification, state.zero_stage, state.kept, state._scans = None, 2, dict, True
     inventory = Inventory((master,), (MasterState({}, {}),), tuple(whole))
     monkeypatch.setattr(Inventory, "of", lambda _: inventory)
     _, _, wanted = state._wanted()

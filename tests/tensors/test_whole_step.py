@@ -111,8 +111,8 @@ def _by_all(own: Any, group: Any, parameter: Any, state: Any) -> Any:
     return parameter.grad / torch.stack(norms).norm()
 
 
-def _keeps_rows(own: Any, group: Any, parameter: Any, state: Any) -> Any:
-    state["rows"] = parameter.grad.norm(dim=1)
+def _keeps_an_object(own: Any, group: Any, parameter: Any, state: Any) -> Any:
+    state["projector"] = object()
     return parameter.grad / parameter.grad.norm()
 
 
@@ -158,7 +158,7 @@ def world() -> Iterator[None]:
         (_counts_in_its_group, r"changes param_groups\[0\]\['steps'\]"),
         (_counts_by_itself, "changes counted, which each worker would change by itself"),
         (_by_all, "a step of a tensor depends on others"),
-        (_keeps_rows, "keeps 'rows' as 151 elements"),
+        (_keeps_an_object, "keeps 'projector' as a object"),
         (_keeps_more_later, "after one step, .*'late'.* after two"),
         (_reduces, r"collectives of its own \(allreduce"),
         (lambda *_: 1 / 0, "could not be tried on a toy tensor .ZeroDivisionError"),
@@ -184,10 +184,15 @@ def test_an_optimizer_that_would_not_know_what_stands_in_is_refused(held: Callab
         whole_groups(Written([matrix], _by_norm, known=held(matrix)))
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
-def test_what_keeps_more_than_tensors_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UsageError, match=f"optimizer {name} cannot be used with the fsdp2 engine"):
-        whole_groups(getattr(torch.optim, name)([_parameter(4, 3)]))
+def test_what_looks_at_several_tensors_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="optimizer LBFGS cannot be used with the fsdp2 engine"):
+        whole_groups(torch.optim.LBFGS([_parameter(4, 3)]))
+
+
+def test_what_has_other_shapes_is_told() -> None:
+    adafactor = torch.optim.Adafactor([_parameter(4, 3), _parameter(5)])
+    assert whole_groups(adafactor) == {0}
+    assert try_optimizer(adafactor).others == {"row_var", "col_var"}
 
 
 def test_several_optimizers_are_one() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from elastic.core.errors import UsageError
 from elastic.core.policy.communication import refused_hook
 from elastic.engines.model.plain_names import is_compiled
-from elastic.engines.whole_tensor import refuse_whole_tensor
+from elastic.engines.optimizer.whole_tensor import refuse_whole_tensor
 
 _Test = Callable[[Any], bool]
 

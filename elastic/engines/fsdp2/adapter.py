@@ -275,7 +275,9 @@ class Fsdp2Adapter:
         return gathered(self.module)
 
     def state(self) -> Fsdp2State:
-        state = Fsdp2State(self.module, self.native.optimizer, self.native.lr_scheduler, self._meshes)
+        native, update = self.native, self._step_optimizer
+        others = () if update is None else update.others
+        state = Fsdp2State(self.module, native.optimizer, native.lr_scheduler, self._meshes, others)
         # A scheduler that cannot be carried is refused now, not at the first snapshot.
         self.extra_state()
         return state

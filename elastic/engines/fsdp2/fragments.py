@@ -18,6 +18,7 @@ from elastic.engines.fsdp2.meshes import axis_of_cell, over_cell
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
 from elastic.engines.model.plain_names import named_buffers, named_parameters
+from elastic.engines.optimizer.other_shapes import without_tensors
 
 # Of tensors by shape and place, as asked at every snapshot: torch takes 0.1 ms for each.
 _starts: dict[Hashable, int] = {}
@@ -41,7 +42,7 @@ def fragments(engine: Any, names: Collection[str] | None = None) -> Iterator[Fra
 def numbers(engine: Any, names: Collection[str] | None = None) -> Mapping[str, Mapping[str, Any]]:
     """What the optimizer keeps of each trained parameter besides tensors of its shape: name -> key -> value."""
     return {
-        name: {key: value for key, value in kept.items() if not isinstance(value, DTensor)}
+        name: without_tensors({key: value for key, value in kept.items() if not isinstance(value, DTensor)})
         for name, parameter in _parameters(engine, names)
         if (kept := engine.optimizer.state.get(parameter)) is not None
     }

@@ -10,7 +10,7 @@ passes gather: there are no other weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,15 @@ class Fsdp2State:
     tied: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
 
-    def __init__(self, module: torch.nn.Module, base: torch.optim.Optimizer, scheduler: Any, meshes: Meshes) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        base: torch.optim.Optimizer,
+        scheduler: Any,
+        meshes: Meshes,
+        keeps_others: Collection[str] = (),
+    ) -> None:
+        self.module, self.keeps_others = module, keeps_others
         self.base = base
         # Of a pipeline's parameters, in which layers they are.
         self.layers: Mapping[str, tuple[int, ...]] = {}
@@ -98,7 +105,7 @@ class Fsdp2State:
                 parameter, chunk = self._parameters[name], self._chunks[name]
                 chunks = (chunk,) if chunk.numel else ()
                 local, copied = local_of(parameter), self.copies is not None
-                found.append(Master(chunk.buffer, number, local, chunks, (name,), copied, parameter))
+                found.append(Master(chunk.buffer, number, local, chunks, (name,), copied, parameter, others=True))
         return found
 
     def frozen(self) -> list[Extra]:

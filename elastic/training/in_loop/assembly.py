@@ -274,7 +274,7 @@ def _opened(
         lambda: (
             None
             if plan.stream
-            else read_alone(engine, state.sharded, state.kept(), run_state(scope, plan, generation.state))
+            else read_alone(engine, state.sharded, state.besides(), run_state(scope, plan, generation.state))
         ),
     )
     cursor.require_equal(plan, scope.spec.seed, state.agreement)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from elastic.core.errors import UsageError
 from elastic.engines.live_state import Master, ShardedState
-from elastic.engines.optimizer_state import read_states
+from elastic.engines.optimizer.state import read_states
 
 
 class LiveWeights:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -39,8 +39,9 @@ from elastic.engines.live_state import BUFFER, KEPT, PARAM
 from elastic.engines.model.cuts import Cuts, agreed
 from elastic.engines.model.description import describe
 from elastic.engines.model.plain_names import named_parameters
-from elastic.engines.optimizer_state import install_groups
-from elastic.engines.optimizer_trial import try_optimizer
+from elastic.engines.optimizer.other_shapes import is_stored
+from elastic.engines.optimizer.state import install_groups, others_of
+from elastic.engines.optimizer.trial import is_elementwise, try_optimizer
 from elastic.training.session import RestoreReport
 from elastic.training.state import late_buffers
 from elastic.training.state.capture_check import CaptureCheck, views
@@ -107,9 +108,15 @@ class EngineState:
         self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes, engine.device, shard)
         cell = self.sharded.cell
         self._cells = None if cell is None else Lanes.of_cells(cell, lanes, engine.device)
+        others = self.sharded.keeps_others
         if not self.sharded.optimizer_tried:
             live = {master.group: master.tensor for master in self.sharded.masters()}
-            try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
+            others = try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
+        # Also what a trial has not shown.
+        self._scans = not is_elementwise(self.sharded.base)
+        if others and lanes.stages > 1:
+            raise self._keeps_others("stages of a pipeline have different parts of the model", others)
+        self._others = others
         self._pool = HostPool(engine.device)
         self._built = late_buffers.shapes(self.sharded.specs())
         self._model = describe(self.sharded.module)
@@ -137,13 +144,15 @@ class EngineState:
     def keep(self, shares: Shares) -> None:
         """Before `restore`: what ranks keep besides, from here on."""
         self.shares = shares
+        if shares.apart is not None and self._others:
+            raise self._keeps_others("islands train by themselves", self._others)
         if shares.apart is not None:
             self.copies = Lanes.of_islands(shares.apart, self.lanes.every, self._engine.device)
 
     @property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
         """Every carried tensor's name -> full shape: parameters in the model's order, buffers, what is kept besides."""
-        kept = {name: tuple(tensor.shape) for name, tensor in self._written_besides().items() if tensor.numel()}
+        kept = {name: tuple(tensor.shape) for name, tensor in self.besides().items() if tensor.numel()}
         return {spec.name: spec.shape for spec in self.sharded.specs()} | kept | self.shares.shapes_kept()
 
     def snapshot(self, *, run_id: str, generation: int, step: int, caller: Mapping[str, Json]) -> ShardSnapshot:
@@ -237,7 +246,7 @@ class EngineState:
         where = Where(rank=self.agreement.rank, step=step, generation=generation)
         at_once = self.zero_stage == 0
         first = self._leads(True) if shard else self.sharded.rank == 0
-        kept, elsewhere = self._written_besides(), self.sharded.elsewhere
+        kept, elsewhere = self.besides(), self.sharded.elsewhere
         check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, kept, first, elsewhere)
         check.wrong += [] if extra is None else self._miscounted(extra, step)
         return check
@@ -267,7 +276,8 @@ class EngineState:
         """What this rank's part of a snapshot is copied from, now; with `shard` the whole of what copies of it have."""
         self.verified()
         self.sharded.require_readable()
-        inventory = Inventory.of(self.sharded).with_kept(self._written_besides())
+        inventory = Inventory.of(self.sharded)
+        inventory = inventory.with_kept(self.besides(inventory))
         apart = self.shares.apart
         writers = self.sharded.writers if apart is None else apart.writers
         rank = self._first(True) if shard else self.sharded.rank
@@ -284,9 +294,27 @@ class EngineState:
                 wanted.append(HostCopy(key, tensor, padding[buffer], at_once))
         return inventory, layout, wanted
 
-    def _written_besides(self) -> Mapping[str, torch.Tensor]:
-        """What is not the model's is the same in all stages of a pipeline: the first one writes it."""
-        return {} if self.lanes.stages > 1 and self.lanes.stage > 0 else self.kept()
+    def besides(self, inventory: Inventory | None = None) -> Mapping[str, torch.Tensor]:
+        """What is not the model's, and what the optimizer keeps in other shapes than its parameters'. It is the same in
+        all stages of a pipeline: the first one writes it. `inventory`: the state's, where it is known."""
+        others = self._other_shapes(inventory)
+        return {} if self.lanes.stages > 1 and self.lanes.stage > 0 else {**self.kept(), **others}
+
+    def _other_shapes(self, inventory: Inventory | None = None) -> Mapping[str, torch.Tensor]:
+        """Raises UsageError where ranks may have different ones, which a trial has not shown."""
+        if not self._scans:
+            return {}
+        found = others_of(*((inventory or Inventory.of(self.sharded)).optimizer))
+        if found and (self.lanes.stages > 1 or self.shares.apart is not None):
+            raise self._keeps_others("stages of a pipeline, or islands, would have different ones", [*found][:1])
+        return found
+
+    def _keeps_others(self, why: str, others: Iterable[str]) -> UsageError:
+        return UsageError(
+            f"optimizer {type(self.sharded.base).__name__} keeps {', '.join(sorted(others))} in another shape than its "
+            f"parameters', which is carried only where all workers have the same, and {why}: use an optimizer whose "
+            "state has one value per weight"
+        )
 
     def _extra(
         self, inventory: Inventory, caller: Mapping[str, Json], shard: bool = False
@@ -317,13 +345,15 @@ class EngineState:
         found = Restore(self._engine, self.sharded, self.lanes, self.shares, self._cuts, self._built)
         found.read(source, checkpoint_id)
         read = monotonic()
-        groups, staged, self.restored = LiveGroups.of(self.sharded), found.staged, found.kept
+        groups, staged = LiveGroups.of(self.sharded), found.staged
         found.install()
+        # The optimizer has its own by now.
+        self.restored = {name: tensor for name, tensor in found.kept.items() if not is_stored(name)}
         installed = monotonic()
         self._groups = found.groups
         self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
         answers = frozenset(name for name in self.restored if is_share(name) and self.shares.answers(name))
-        kept = KeptBesides(self.restored, answers)
+        kept = KeptBesides({**self.restored, **self._other_shapes()}, answers)
         self._verification = Verification(self._engine, self.sharded, staged.manifest, groups, kept, found.expected)
         if later:
             self._before_first_step()
@@ -419,7 +449,9 @@ class EngineState:
         """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""
         if self.sharded.world_size == 1 and self.lanes.count == 1:
             return None
-        return Replicas(self._engine, self.sharded, Inventory.of(self.sharded), turn, self.lanes, self.shares.apart)
+        inventory = Inventory.of(self.sharded)
+        inventory = inventory.with_kept(self._other_shapes(inventory))
+        return Replicas(self._engine, self.sharded, inventory, turn, self.lanes, self.shares.apart)
 
     def before_step(self) -> None:
         """Before an update: `verified`. From then on the optimizer has no hook of the platform's."""

@@ -9,7 +9,7 @@ from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import ShardedState, TensorSpec
-from elastic.engines.optimizer_state import check_groups, encode_scalars, install_groups, read_groups
+from elastic.engines.optimizer.state import check_groups, encode_scalars, install_groups, read_groups
 
 _KEYS = ("engine", "optimizer", "loss_scaler", "scheduler", "fleeting_buffers", "caller")
 

@@ -21,7 +21,7 @@ from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import KEPT, ShardedState
 from elastic.engines.model.cuts import Cuts
 from elastic.engines.model.plain_names import named_modules
-from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
+from elastic.engines.optimizer.state import decode_scalars, install_state, scalars_of
 from elastic.training.state import late_buffers
 from elastic.training.state.extra_state import check_extra, extra_of, install_extra
 from elastic.training.state.model_check import check_model
@@ -170,13 +170,14 @@ class Restore:
         install_extra(self._engine, sharded, saved)
         by_name = decode_scalars(saved["optimizer"]["scalars"])
         inventory = self._inventory()
-        for master in inventory.masters:
-            live = master.tensor.detach()
-            live.copy_(staged.master(master).view(live.shape))
-            install_state(sharded.base, master, staged.states(master), scalars_of(master, by_name))
+        # First: a part of what the optimizer keeps is in `kept`.
         for extra in inventory.extras:
             live = extra.tensor.detach()
             live.copy_(staged.extra(extra).view(live.shape))
+        for master in inventory.masters:
+            live = master.tensor.detach()
+            live.copy_(staged.master(master).view(live.shape))
+            install_state(sharded.base, master, staged.states(master), scalars_of(master, by_name), self.kept)
 
     def _inventory(self) -> Inventory:
         inventory = Inventory.of(self._sharded)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from elastic.engines.live_state import MASTER, Master, ShardedState
-from elastic.engines.optimizer_state import MasterState, read_states
+from elastic.engines.optimizer.state import MasterState, read_states
 
 # As many weights of every rank are looked at. Scattered: a part of a device that computes wrongly has some of them.
 SAMPLED = 1024

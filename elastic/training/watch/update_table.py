@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elastic.engines.live_state import MASTER, Master, ShardedState
-from elastic.engines.optimizer_state import read_states
+from elastic.engines.optimizer.state import read_states
 from elastic.training.watch.update_sample import GRADIENT, Place, Sample, is_half, stepped_again
 
 # The parameter group, which of the values are there (not all groups of an optimizer keep the same), and the weight's

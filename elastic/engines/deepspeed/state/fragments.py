@@ -17,6 +17,7 @@ import torch.distributed as dist
 from elastic.engines.deepspeed.experts.placement import first_by_group
 from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
 from elastic.engines.model.plain_names import named_buffers, named_parameters
+from elastic.engines.optimizer.other_shapes import without_tensors
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def numbers(engine: Any, names: Collection[str] | None = None) -> Mapping[str, M
         master = find(parameter).master if names is None or name in names else None
         if master is not None:
             kept = base.state.get(master) or {}
-            found[name] = {key: value for key, value in kept.items() if not _shaped(value, master)}
+            found[name] = without_tensors({key: v for key, v in kept.items() if not _shaped(v, master)})
     return found
 
 
@@ -78,7 +79,10 @@ def _fragments(base: Any, name: str, place: _Place) -> Iterator[Fragment]:
 
 
 def _shaped(value: Any, master: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == master.numel()
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.numel():
+        return False
+    # Of a matrix that is not cut, what has as many elements may be something else.
+    return value.shape == master.shape or master.dim() == 1 or value.numel() == 1
 
 
 def _finder(engine: Any) -> _Find:

@@ -46,7 +46,12 @@ class ReplicatedState(ZeroState):
                 name = self._names[id(parameter)]
                 chunk = Chunk(name, self.first_element(parameter), parameter.numel(), whole_buffer(name), 0)
                 among = self._alike if is_expert(parameter) else None
-                found.append(Master(chunk.buffer, number, master, (chunk,), (name,), replicated=True, among=among))
+                found.append(
+                    Master(
+                        chunk.buffer, number, master, (chunk,), (name,), replicated=True, among=among,
+                        others=among is None,
+                    )
+                )  # fmt: skip
         return found
 
     def frozen(self) -> list[Extra]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class ZeroState(ABC):
     """`elastic.engines.live_state.ShardedState` of a DeepSpeedEngine; one subclass for each way of partitioning."""
 
     zero_stage: int
+    keeps_others: Collection[str] = ()
     once: dist.ProcessGroup | None = None
     writers: tuple[int, ...] | None = None
     base: torch.optim.Optimizer

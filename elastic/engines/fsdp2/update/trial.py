@@ -1,8 +1,8 @@
 """Which of an optimizer's parameter groups are stepped on whole tensors? Two steps on toy tensors tell.
 
 Shards suffice where a tensor that is cut is stepped as the whole one is. Otherwise each tensor is stepped whole, by one
-rank (`whole_step`), and what that cannot do is refused: an optimizer that looks at several tensors at once, that keeps
-state of another shape than the tensor's, that counts in its groups or attributes, or that has collectives of its own.
+rank (`whole_step`), and what that cannot do is refused: an optimizer that looks at several tensors at once, that counts
+in its groups or attributes, or that has collectives of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.update.stand_ins import StandIn, standing_in
-from elastic.engines.optimizer_state import not_elementwise
-from elastic.engines.optimizer_trial import Collectives, is_elementwise, twin_of
-from elastic.engines.whole_tensor import refuse_beyond_tensors
+from elastic.engines.optimizer.other_shapes import is_other
+from elastic.engines.optimizer.state import not_elementwise
+from elastic.engines.optimizer.trial import Collectives, is_elementwise, twin_of
+from elastic.engines.optimizer.whole_tensor import refuse_beyond_tensors
 
 # Of as many dimensions as the parameter has. Above the size from which block-wise quantised optimizers quantise
 # (4,096), and cut between two blocks of any size.
@@ -34,11 +35,12 @@ _known: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[str, ...], Trial]] =
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps of a parameter from its first step on: the types of tensors like it, by their keys, and
-    numbers, of which these are examples."""
+    """What an optimizer keeps of a parameter from its first step on: the types of tensors like it, by their keys,
+    numbers, of which these are examples, and the keys of what has other shapes."""
 
     tensors: Mapping[Any, torch.dtype]
     numbers: Mapping[Any, Any]
+    others: frozenset[Any] = frozenset()
 
 
 class Trial(NamedTuple):
@@ -48,6 +50,11 @@ class Trial(NamedTuple):
     groups: frozenset[int]
     kept: Mapping[str, Kept]
     fills: bool = False
+
+    @property
+    def others(self) -> frozenset[str]:
+        """What has other shapes than its parameter's, of any kind."""
+        return frozenset(str(key) for each in self.kept.values() for key in each.others)
 
 
 def try_optimizer(optimizer: torch.optim.Optimizer) -> Trial:
@@ -138,7 +145,8 @@ def _cut_is_whole(kind: _Kind) -> bool:
     if not kind.shape:
         return True
     (whole,) = _stepped([(kind, 0)])
-    _kept(kind, whole)
+    if _kept(kind, whole).others:
+        return False
     parts = [_stepped([(kind, 0)], part)[0].tensor for part in (slice(None, kind.cut), slice(kind.cut, None))]
     return torch.allclose(whole.tensor, torch.cat(parts), rtol=1e-5, atol=1e-7)
 
@@ -196,17 +204,20 @@ def _stepped(
 
 
 def _kept(kind: _Kind, found: StandIn) -> Kept:
-    """Raises UsageError for state that is neither like its tensor nor a number."""
+    """Raises UsageError for state that is neither made of tensors nor a number."""
     tensors: dict[Any, torch.dtype] = {}
     numbers: dict[Any, Any] = {}
+    others: set[Any] = set()
     for key, value in found.state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == found.tensor.shape:
             tensors[key] = value.dtype
         elif value is None or isinstance(value, (bool, int, float, str)) or _is_number(value):
             numbers[key] = value
+        elif is_other(value):
+            others.add(key)
         else:
             raise UsageError(not_elementwise(kind.optimizer, found.tensor.numel(), str(key), value))
-    return Kept(tensors, numbers)
+    return Kept(tensors, numbers, frozenset(others))
 
 
 def _check_steady(toy: torch.optim.Optimizer, before: Mapping[str, Any], told: Sequence[Any]) -> None:

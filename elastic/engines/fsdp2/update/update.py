@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastic.engines.fsdp2.update import local_step
 from elastic.engines.fsdp2.update.optimizers import parts_of
 from elastic.engines.fsdp2.update.stand_ins import hooks_called_once
-from elastic.engines.fsdp2.update.trial import try_optimizer
+from elastic.engines.fsdp2.update.trial import Trial, try_optimizer
 from elastic.engines.fsdp2.update.whole_step import WholeStep
 
 
@@ -28,8 +28,12 @@ class Update:
         depend on the number of ranks."""
         self._steps: list[Callable[[], None]] = []
         self._optimizer = optimizer
+        # What they keep in other shapes than their parameters'.
+        self.others: frozenset[str] = frozenset()
         for part in parts_of(optimizer):
-            self._steps.append(_step_of(part, device, stage, exchange))
+            trial = try_optimizer(part)
+            self.others |= trial.others
+            self._steps.append(_step_of(part, trial, device, stage, exchange))
 
     def __call__(self) -> None:
         """Collective."""
@@ -43,9 +47,12 @@ class Update:
 
 
 def _step_of(
-    optimizer: torch.optim.Optimizer, device: torch.device, stage: dist.ProcessGroup, exchange: Callable[..., Any]
+    optimizer: torch.optim.Optimizer,
+    trial: Trial,
+    device: torch.device,
+    stage: dist.ProcessGroup,
+    exchange: Callable[..., Any],
 ) -> Callable[[], None]:
-    trial = try_optimizer(optimizer)
     if not trial.groups:
         return lambda: local_step.step(optimizer)
     whole = WholeStep(optimizer, trial, device, stage, exchange)

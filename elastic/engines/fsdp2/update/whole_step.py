@@ -6,7 +6,8 @@ that a single process makes, bit for bit, at any number of ranks; each tensor is
 What is under way is a few tensors for each owner, not a model.
 
 What the optimizer keeps of a tensor is known before its first step, from the trial: the other ranks have to know what
-they are given.
+they are given. What has other shapes than the tensor (factors of a matrix, preconditioners) is whole on all ranks that
+have shards of it; its shapes the owner tells after the first step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, over_cell
 from elastic.engines.fsdp2.update.stand_ins import StandIn, is_sharded, local_of, put, standing_in
 from elastic.engines.fsdp2.update.trial import Kept, Trial, kind_of
+from elastic.engines.optimizer.other_shapes import put_together, taken_apart, without_tensors
 
 # What an owner has of others at once, unless a single tensor is larger.
 _ROUND_BYTES = 64 << 20
@@ -40,6 +42,8 @@ _ONLY = "dp"
 _NUMBERS = (int, float, torch.Tensor)
 
 Box = tuple[slice, ...]
+# What has other shapes, by its keys, with places instead of tensors.
+_Forms = Mapping[Any, Any]
 Ends = tuple[tuple[int, int], ...]
 
 
@@ -95,6 +99,8 @@ class WholeStep:
         return parameter.requires_grad and (self._fills or parameter.grad is not None)
 
     def _step(self, tensors: Sequence[_Tensor]) -> None:
+        # Before a step may have changed lists in their places.
+        known = [_forms(tensor, self._optimizer.state.get(tensor.parameter) or {}) for tensor in tensors]
         whole = self._gathered(tensors)
         by_group: dict[int, list[StandIn]] = defaultdict(list)
         for tensor, made in whole:
@@ -104,7 +110,21 @@ class WholeStep:
                 self._optimizer.step()
         for tensor, made in whole:
             _require_kept(self._optimizer, tensor, made)
-        self._scattered(tensors, iter(whole))
+        self._scattered(tensors, iter(whole), self._agreed(tensors, known, whole))
+
+    def _agreed(
+        self, tensors: Sequence[_Tensor], known: Sequence[_Forms], whole: Sequence[tuple[_Tensor, StandIn]]
+    ) -> Sequence[_Forms]:
+        """Of each of `tensors`. Collective where they are not `known`."""
+        own = [_forms(tensor, made.state) for tensor, made in whole]
+        if all(forms.keys() == tensor.kept.others for tensor, forms in zip(tensors, known, strict=True)):
+            _require_forms(self._optimizer, tensors, known, whole, own)
+            return known
+        told: list[Any] = [None for _ in self._ranks]
+        dist.all_gather_object(told, own, group=self._stage)
+        # An owner's are in the order in which all ranks with parts of them have them.
+        by_owner = {rank: iter(forms) for rank, forms in zip(self._ranks, told, strict=True)}
+        return [next(by_owner[tensor.owner]) for tensor in tensors]
 
     # --- shards to whole tensors, and back ---
 
@@ -132,35 +152,45 @@ class WholeStep:
             place.copy_(piece)
         return found
 
-    def _scattered(self, tensors: Sequence[_Tensor], whole: Iterator[tuple[_Tensor, StandIn]]) -> None:
+    def _scattered(
+        self,
+        tensors: Sequence[_Tensor],
+        whole: Iterator[tuple[_Tensor, StandIn]],
+        forms: Sequence[_Forms],
+    ) -> None:
         """From owners to all ranks that have parts. `whole`: this rank's own, in their order."""
         sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
         expected: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
-        for tensor in tensors:
+        for tensor, others in zip(tensors, forms, strict=True):
             if self._rank == tensor.owner:
                 _, made = next(whole)
                 values = [made.tensor, *(made.state[key] for key in tensor.kept.tensors)]
                 numbers = [_packed(made.state[key]).to(self._device) for key in _counted(tensor.kept)]
+                numbers += [each.contiguous() for each in _tensors_in(_others(tensor, made.state))]
                 for part in tensor.parts:
                     for rank in part.ranks:
                         sent[rank] += [value[part.box].contiguous() for value in values] + numbers
-            expected[tensor.owner] += self._room(tensor)
+            expected[tensor.owner] += self._room(tensor, others)
         self._exchange(sent, expected)
         arrived = {rank: iter(pieces) for rank, pieces in expected.items()}
-        for tensor in tensors:
-            self._keep(tensor, arrived[tensor.owner])
+        for tensor, others in zip(tensors, forms, strict=True):
+            self._keep(tensor, others, arrived[tensor.owner])
 
-    def _room(self, tensor: _Tensor) -> list[torch.Tensor]:
-        """For this rank's part of the parameter, of its state, and for numbers."""
+    def _room(self, tensor: _Tensor, others: _Forms) -> list[torch.Tensor]:
+        """For this rank's part of the parameter, of its state, for numbers and for what has other shapes."""
         shape = local_of(tensor.parameter).shape
         types = (tensor.parameter.dtype, *tensor.kept.tensors.values())
         numbers = (_packed(tensor.kept.numbers[key]) for key in _counted(tensor.kept))
         return [
             *(torch.empty(shape, dtype=each, device=self._device) for each in types),
             *(torch.empty_like(number, device=self._device) for number in numbers),
+            *_tensors_in(put_together(dict(others), lambda _, shape, dtype: self._empty(shape, dtype))),
         ]
 
-    def _keep(self, tensor: _Tensor, arrived: Iterator[torch.Tensor]) -> None:
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _keep(self, tensor: _Tensor, others: _Forms, arrived: Iterator[torch.Tensor]) -> None:
         parameter, shard = tensor.parameter, local_of(tensor.parameter)
         shard.copy_(next(arrived))
         for key in tensor.kept.tensors:
@@ -168,6 +198,7 @@ class WholeStep:
         for key, example in tensor.kept.numbers.items():
             counted = isinstance(example, _NUMBERS)
             put(self._optimizer, parameter, key, _unpacked(next(arrived), example) if counted else example, shard.shape)
+        self._optimizer.state[parameter].update(put_together(dict(others), lambda *_: next(arrived)))
 
     def _exchange(
         self, sent: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
@@ -291,6 +322,38 @@ def _tensors(tensor: _Tensor, state: Mapping[Any, Any]) -> list[DTensor]:
     return [state[key] for key in tensor.kept.tensors if is_sharded(state.get(key))]
 
 
+def _others(tensor: _Tensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What has other shapes, in an order that all ranks have."""
+    return {key: state[key] for key in sorted(tensor.kept.others, key=str) if key in state}
+
+
+def _forms(tensor: _Tensor, state: Mapping[Any, Any]) -> _Forms:
+    return without_tensors(_others(tensor, state))
+
+
+def _require_forms(
+    optimizer: torch.optim.Optimizer,
+    tensors: Sequence[_Tensor],
+    known: Sequence[_Forms],
+    whole: Sequence[tuple[_Tensor, StandIn]],
+    own: Sequence[_Forms],
+) -> None:
+    """Raises UsageError where a step has left other shapes than the one before."""
+    before = {id(tensor): forms for tensor, forms in zip(tensors, known, strict=True)}
+    for (tensor, _), forms in zip(whole, own, strict=True):
+        if forms != before[id(tensor)]:
+            raise UsageError(
+                f"optimizer {type(optimizer).__name__} keeps other shapes of a parameter of shape "
+                f"{tuple(tensor.parameter.shape)} after this step than before: {forms}, {before[id(tensor)]}; the "
+                "other workers do not know of it"
+            )
+
+
+def _tensors_in(values: Mapping[Any, Any]) -> list[torch.Tensor]:
+    """Of all of them, in their order."""
+    return [tensor for key, value in values.items() for tensor in taken_apart(str(key), value)[1].values()]
+
+
 def _counted(kept: Kept) -> list[Any]:
     """The keys of numbers, which a step may change."""
     return [key for key, value in kept.numbers.items() if isinstance(value, _NUMBERS)]
@@ -299,9 +362,9 @@ def _counted(kept: Kept) -> list[Any]:
 def _require_kept(optimizer: torch.optim.Optimizer, tensor: _Tensor, made: StandIn) -> None:
     """Raises UsageError where a step has left something else than the trial's."""
     kept, state, name = tensor.kept, made.state, type(optimizer).__name__
-    types = {key: value.dtype for key, value in state.items() if _is_like(value, made.tensor)}
+    types = {k: value.dtype for k, value in state.items() if k not in kept.others and _is_like(value, made.tensor)}
     constants = {key: value for key, value in kept.numbers.items() if not isinstance(value, _NUMBERS)}
-    same = state.keys() == kept.tensors.keys() | kept.numbers.keys() and types == dict(kept.tensors)
+    same = state.keys() == kept.tensors.keys() | kept.numbers.keys() | kept.others and types == dict(kept.tensors)
     if not (same and all(state[key] == constants[key] for key in constants)):
         raise UsageError(
             f"optimizer {name} keeps other state of a parameter of shape {tuple(made.tensor.shape)} than of toy "

@@ -1,10 +1,11 @@
-"""The base optimizer's state: tensors with the master's shape, and scalars; classified, read and installed."""
+"""The base optimizer's state: tensors with the master's shape, scalars, and what has other shapes; classified, read and
+installed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ModelMismatch, UsageError
 from elastic.engines.json_values import decode, encode
 from elastic.engines.live_state import MASTER, Master, ShardedState
+from elastic.engines.optimizer.other_shapes import is_other, put_together, stored_name, taken_apart
 
 # Parameter-group keys that choose an implementation: a property of the machine, not of the training state.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -20,17 +22,24 @@ _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differ
 
 @dataclass(frozen=True)
 class MasterState:
-    """`tensors` have as many elements as the master; `scalars` are single numbers, as 0-d tensors or Python values."""
+    """`tensors` have as many elements as the master; `scalars` are single numbers, as 0-d tensors or Python values, and
+    values with places for the tensors in `others`, which have other shapes and are whole."""
 
     tensors: Mapping[str, torch.Tensor]
     scalars: Mapping[str, Any]
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[MasterState]:
     """One entry per master; live tensors, not copies. Raises UsageError naming the optimizer and the state."""
     # `get`, for the state is a defaultdict: looking must not create what does not exist yet.
     with torch.no_grad():
-        raw = [_local(base.state.get(master.key) or {}) for master in masters]
+        raw = [base.state.get(master.key) or {} for master in masters]
+        others = [_others(base, master, state) for master, state in zip(masters, raw, strict=True)]
+        raw = [
+            _local({key: value for key, value in state.items() if key not in other})
+            for state, other in zip(raw, others, strict=True)
+        ]
     # The state of a 0-d parameter looks like a scalar: the other parameters' state decides.
     shaped = {
         key
@@ -38,7 +47,23 @@ def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[Mast
         for key, value in state.items()
         if _is_shaped(value) and value.numel() == master.tensor.numel()
     }
-    return [_split(base, master, state, shaped) for master, state in zip(masters, raw, strict=True)]
+    found = []
+    for master, state, other in zip(masters, raw, others, strict=True):
+        split = _split(base, master, state, shaped)
+        for key, value in other.items():
+            told, tensors = taken_apart(key, value)
+            split = MasterState(split.tensors, {**split.scalars, key: told}, {**split.others, **tensors})
+        found.append(split)
+    return found
+
+
+def others_of(masters: Iterable[Master], states: Iterable[MasterState]) -> dict[str, torch.Tensor]:
+    """What has other shapes, of all masters, by the names that it has in a snapshot."""
+    return {
+        stored_name(master.names[0], path): tensor
+        for master, state in zip(masters, states, strict=True)
+        for path, tensor in state.others.items()
+    }
 
 
 def encode_scalars(masters: list[Master], states: list[MasterState]) -> Json:
@@ -78,13 +103,17 @@ def scalars_of(master: Master, by_name: Mapping[str, Json]) -> Json | None:
 
 
 def install_state(
-    base: torch.optim.Optimizer, master: Master, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Json] | None
+    base: torch.optim.Optimizer,
+    master: Master,
+    tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Json] | None,
+    others: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Make the base optimizer's state of `master` exactly this; nothing at all, as before a first step, if it is empty.
 
     Tensors are written in place where they exist (others may hold them); where they do not, `tensors` are taken over if
     they lie with the master, and copied if not. Every scalar is a new object: a step tensor shared by two groups would
-    be counted up twice per step.
+    be counted up twice per step. `others`: by their names in a snapshot, 1-D.
     """
     if not tensors and not scalars:
         base.state.pop(master.key, None)
@@ -95,7 +124,16 @@ def install_state(
         del state[key]
     for key, tensor in tensors.items():
         _put(state, key, tensor, master)
+
+    def other(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        found = (others or {}).get(stored_name(master.names[0], path), torch.empty(0))
+        # Without elements it is in no snapshot.
+        return found.to(master.tensor.device, dtype, copy=True).view(shape)
+
     for key, value in (scalars or {}).items():
+        if isinstance(told := decode(value), (dict, list, tuple)):
+            state[key] = put_together(told, other)
+            continue
         state[key] = _scalar(decode(value), state.get(key), base.param_groups[master.group], master.tensor)
 
 
@@ -142,18 +180,34 @@ def not_elementwise(base: Any, numel: int, key: str, value: Any) -> str:
     what = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     return (
         f"optimizer {type(base).__name__} keeps {key!r} as {what} for a tensor of {numel} elements; "
-        "only state with one value per weight, or one number, can be moved to another world size"
+        "only state with one value per weight, or one number, can be moved to another world size, and tensors of other "
+        "shapes where each parameter is stepped whole (ZeRO stage 0 with a master for each, engine: fsdp2)"
     )
+
+
+def _others(base: Any, master: Master, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What has another shape than the parameter, where it may have. Raises UsageError where the optimizer's key cannot
+    be a part of a name."""
+    if not master.others:
+        return {}
+    # Where the parameter is sharded, what has its shape is, too.
+    like = master.tensor if master.wrapper is None else None
+    found = {key: value for key, value in state.items() if not hasattr(value, "to_local") and is_other(value, like)}
+    for key in found:
+        _require_name(base, key)
+    return found
+
+
+def _require_name(base: Any, key: Any) -> None:
+    if not isinstance(key, str) or "/" in key or key == MASTER:
+        raise UsageError(f"optimizer {type(base).__name__} keeps state under {key!r}, which cannot be a tensor's name")
 
 
 def _split(base: Any, master: Master, state: Mapping[str, Any], shaped: set[str]) -> MasterState:
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
     for key, value in state.items():
-        if not isinstance(key, str) or "/" in key or key == MASTER:
-            raise UsageError(
-                f"optimizer {type(base).__name__} keeps state under {key!r}, which cannot be a tensor's name"
-            )
+        _require_name(base, key)
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.numel() == master.tensor.numel() and (_is_shaped(value) or key in shaped):
             tensors[key] = value

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.core.errors import UsageError
-from elastic.engines.optimizer_state import not_elementwise
-from elastic.engines.whole_tensor import refuse_whole_tensor, refused
+from elastic.engines.optimizer.other_shapes import is_other
+from elastic.engines.optimizer.state import not_elementwise
+from elastic.engines.optimizer.whole_tensor import refuse_whole_tensor, refused
 
 # One value per weight and scalars, by their definition: a trial would cost time and could tell nothing new.
 _ELEMENTWISE = frozenset(
@@ -43,8 +44,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 def try_optimizer(
     base: torch.optim.Optimizer, partitioned: bool, live: Mapping[int, torch.Tensor] | None = None
-) -> None:
-    """Raise UsageError for an optimizer whose result would depend on the world size, or whose state cannot be cut.
+) -> frozenset[str]:
+    """What it keeps in other shapes than its parameters'. Raise UsageError for an optimizer whose result would depend
+    on the world size, or whose state cannot be carried.
 
     `partitioned`: it updates slices of flat tensors (ZeRO 1 to 3). Otherwise it has every parameter whole, and only its
     state is looked at. `live` gives, by number, one tensor of each parameter group: DeepSpeed's stage 3 fills groups
@@ -52,19 +54,20 @@ def try_optimizer(
     """
     kind = type(base)
     if is_elementwise(base):
-        return
+        return frozenset()
     if partitioned:
         refuse_whole_tensor(kind.__name__)
     try:
         # DeepSpeed's flats require gradients; what is done here must not draw from the run's random streams.
         with torch.random.fork_rng(devices=[]):
-            equal = _trial(base, partitioned, live or {})
+            others = _others(base, live or {}) if not partitioned else frozenset[str]()
+            equal = not partitioned or _is_cut_alike(base, live or {})
     except UsageError:
         raise
     except Exception as error:
         if not partitioned:
             # It may want sparse gradients. State that cannot be carried is then refused at the first snapshot.
-            return
+            return frozenset()
         raise UsageError(
             f"optimizer {kind.__name__} could not be tried on a toy tensor ({type(error).__name__}: {error}), so "
             "whether its result depends on the world size is unknown; use AdamW or another optimizer of torch.optim"
@@ -72,15 +75,19 @@ def try_optimizer(
     if not equal:
         why = "a step on a toy tensor gave another result when the tensor was cut in two"
         raise refused(kind.__name__, why)
+    return others
 
 
-def _trial(base: torch.optim.Optimizer, partitioned: bool, live: Mapping[int, torch.Tensor]) -> bool:
-    if not partitioned:
-        with Collectives() as collectives:
-            _stepped(base, live, slice(None), flat=False)
-        if collectives.names:
-            _require_same_state(base, live, sorted(collectives.names))
-        return True
+def _others(base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor]) -> frozenset[str]:
+    found: set[str] = set()
+    with Collectives() as collectives:
+        _stepped(base, live, slice(None), found)
+    if collectives.names:
+        _require_same_state(base, live, sorted(collectives.names))
+    return frozenset(found)
+
+
+def _is_cut_alike(base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor]) -> bool:
     whole = _stepped(base, live, slice(None))
     parts = [_stepped(base, live, part) for part in (slice(None, _CUT), slice(_CUT, None))]
     for number, tensor in enumerate(whole):
@@ -112,9 +119,11 @@ def _shape(value: Any) -> Any:
 
 
 def _stepped(
-    base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor], part: slice, flat: bool = True
+    base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor], part: slice, others: set[str] | None = None
 ) -> list[torch.Tensor]:
-    """One toy tensor per parameter group after two steps of a copy of `base`, cut to `part`."""
+    """One toy tensor per parameter group after two steps of a copy of `base`, cut to `part`. `others`: they have the
+    shapes of parameters, and what is kept in other ones is added to this; None: flat, and nothing may be."""
+    flat = others is None
     toy, tensors = _copy(base, live, part, flat)
     before = [tensor.detach().clone() for tensor in tensors]
     for step in range(_STEPS):
@@ -126,7 +135,7 @@ def _stepped(
     if any(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True)):
         raise RuntimeError("its step changed nothing")
     for tensor in tensors:
-        _check_state(toy, tensor)
+        _check_state(toy, tensor, others)
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -193,8 +202,11 @@ def _values(like: torch.Tensor, seed: int, part: slice) -> torch.Tensor:
     return values[part].to(dtype=like.dtype, device=like.device)
 
 
-def _check_state(toy: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
+def _check_state(toy: torch.optim.Optimizer, tensor: torch.Tensor, others: set[str] | None) -> None:
     for key, value in toy.state.get(tensor, {}).items():
+        if others is not None and is_other(value, tensor):
+            others.add(str(key))
+            continue
         if isinstance(value, torch.Tensor):
             kept = value.numel() in (1, tensor.numel())
         else:

@@ -24,8 +24,10 @@ _WHOLE_TENSOR = {
 }
 
 
-# Of these, whose update depends on nothing but the tensor, its gradient, and state like it.
-_TENSOR_BY_TENSOR = frozenset({"fusedlamb", "lamb", "lars", "muon", "muonwithauxadam"})
+# Of these, whose update depends on nothing but the tensor, its gradient, and state made of tensors.
+_TENSOR_BY_TENSOR = frozenset(
+    {"adafactor", "came", "fusedlamb", "lamb", "lars", "muon", "muonwithauxadam", "shampoo", "soap"}
+)
 
 
 def refuse_beyond_tensors(name: str) -> None:
@@ -34,9 +36,9 @@ def refuse_beyond_tensors(name: str) -> None:
     why = _WHOLE_TENSOR.get(name.lower())
     if why is not None and name.lower() not in _TENSOR_BY_TENSOR:
         raise UsageError(
-            f"optimizer {name} cannot be used with the fsdp2 engine here: {why}, and its state is more than tensors of "
-            "the parameters' shapes, or its step depends on all of them; use AdamW, Muon or another optimizer whose "
-            "state can be cut"
+            f"optimizer {name} cannot be used with the fsdp2 engine here: {why}, and its state is more than tensors, "
+            "or its step depends on several parameters; use AdamW, Adafactor, Muon or another optimizer that steps "
+            "each tensor by itself"
         )
 
 

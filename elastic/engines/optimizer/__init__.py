@@ -1,0 +1,1 @@
+"""What optimizers keep and step, whichever engine has them."""
