@@ -50,14 +50,22 @@ class Orthogonal(torch.optim.Optimizer):
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps the mean square of rows and of columns, the products of a matrix with its own in a list, and a momentum."""
+    """Keeps the mean square of rows and of columns, the products of a matrix with its own in a list, and a momentum;
+    counts steps in its groups, as a number and as a tensor, and by itself."""
 
     def __init__(self, parameters: list[Any]) -> None:
-        super().__init__(parameters, {"lr": 0.02})
+        super().__init__(parameters, {"lr": 0.02, "step": 0})
+        for group in self.param_groups:
+            group["beta"] = torch.tensor(1.0)
+        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
         for group in self.param_groups:
+            group["step"] += 1
+            group["beta"] *= 0.9
+            rate = group["lr"] * (1 + 1 / group["step"] + float(group["beta"]))
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state, gradient = self.state[parameter], parameter.grad
                 if not state:
@@ -79,7 +87,7 @@ class Factored(torch.optim.Optimizer):
                     change /= (square.view(shape) + 1e-6).sqrt().sqrt()
                 for product in (found for found in state["products"] if found is not None):
                     change /= 1 + product.trace()
-                parameter.add_(change, alpha=-group["lr"])
+                parameter.add_(change, alpha=-rate)
 
 
 def is_muon_of_deepspeed(config: dict[str, Any]) -> bool:
@@ -101,7 +109,7 @@ def of(config: dict[str, Any], given: Iterable[Any], **adamw: Any) -> Any:
     flat = [p for each in parameters for p in (each["params"] if isinstance(each, dict) else [each])]
     matrices, rest = [p for p in flat if p.dim() > 1], [p for p in flat if p.dim() < 2]
     if config["optimizer"] == "factored":
-        return Factored(flat)
+        return Factored([{"params": matrices}, {"params": rest}])
     if config["optimizer"] == "adafactor":
         return transformers.Adafactor(flat, lr=0.02, relative_step=False, scale_parameter=True, beta1=0.9)
     # One byte: each tensor of an owner has a round by itself.

@@ -155,11 +155,11 @@ def world() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_counts_in_its_group, r"changes param_groups\[0\]\['steps'\]"),
-        (_counts_by_itself, "changes counted, which each worker would change by itself"),
+        (_counts_in_its_group, r"changes param_groups\[0\]\['steps'\] by what its tensors are"),
+        (_counts_by_itself, "changes counted by what its tensors are"),
         (_by_all, "a step of a tensor depends on others"),
         (_keeps_an_object, "keeps 'projector' as a object"),
-        (_keeps_more_later, "after one step, .*'late'.* after two"),
+        (_keeps_more_later, "after one step, .*'late'.* after 8"),
         (_reduces, r"collectives of its own \(allreduce"),
         (lambda *_: 1 / 0, "could not be tried on a toy tensor .ZeroDivisionError"),
         (lambda *_: 0.0, "its step changed nothing"),

@@ -26,13 +26,15 @@ def is_other(value: Any, like: torch.Tensor | None = None) -> bool:
 
 
 def is_plain(value: Any, depth: int = _DEPTH) -> bool:
-    """Tensors and texts in lists, tuples and dictionaries: no numbers, which may change with each step."""
+    """Tensors and texts in lists, tuples and dictionaries by texts or numbers: no numbers as values, which may change
+    with each step."""
     if value is None or isinstance(value, (str, torch.Tensor)):
         return True
     if not depth:
         return False
     if type(value) is dict:
-        return all(isinstance(key, str) and is_plain(each, depth - 1) for key, each in value.items())
+        named = all(isinstance(key, (int, float)) or (isinstance(key, str) and "/" not in key) for key in value)
+        return named and all(is_plain(each, depth - 1) for each in value.values())
     return type(value) in (list, tuple) and all(is_plain(each, depth - 1) for each in value)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.core.errors import UsageError
+from elastic.engines.optimizer.numbers import Key, numbers_of
 from elastic.engines.optimizer.other_shapes import is_other
 from elastic.engines.optimizer.state import not_elementwise
 from elastic.engines.optimizer.whole_tensor import refuse_whole_tensor, refused
@@ -34,7 +35,12 @@ _ELEMENTWISE = frozenset(
 )
 # Above the size from which block-wise quantised optimizers quantise (4,096), cut between two blocks of any size.
 _NUMEL, _CUT = 12_007, 5_003
-_STEPS = 2
+# Some begin to look at whole tensors after a few.
+STEPS = 8
+# Of what changes nothing at first.
+MOST_STEPS = 16
+# A tensor, and what an optimizer keeps of it.
+_Stepped = tuple[torch.Tensor, Mapping[Any, Any]]
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -88,12 +94,32 @@ def _others(base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor]) -> fr
 
 
 def _is_cut_alike(base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor]) -> bool:
-    whole = _stepped(base, live, slice(None))
+    whole, counted = _stepped(base, live, slice(None))
     parts = [_stepped(base, live, part) for part in (slice(None, _CUT), slice(_CUT, None))]
-    for number, tensor in enumerate(whole):
-        if not torch.allclose(tensor, torch.cat([part[number] for part in parts]), rtol=1e-5, atol=1e-7):
-            return False
-    return True
+    if any(own != counted for _, own in parts):
+        return False
+    return all(alike(tensor, [found[number] for found, _ in parts]) for number, tensor in enumerate(whole))
+
+
+def alike(
+    whole: tuple[torch.Tensor, Mapping[Any, Any]], parts: Sequence[tuple[torch.Tensor, Mapping[Any, Any]]]
+) -> bool:
+    """Are a tensor and what is kept of it that of its parts? The numbers that are kept have to be those of each."""
+    tensor, state = whole
+    pairs = [(tensor, torch.cat([part for part, _ in parts]))]
+    for key, value in state.items():
+        own = [kept.get(key) for _, kept in parts]
+        if not isinstance(value, torch.Tensor):
+            if any(each != value for each in own):
+                return False
+        elif value.dim() and value.shape == tensor.shape:
+            pairs.append((value, torch.cat([each for each in own if each is not None])))
+        else:
+            pairs += [(value, each) for each in own if each is not None]
+    return all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+        for one, other in pairs
+    )
 
 
 def _require_same_state(
@@ -120,23 +146,28 @@ def _shape(value: Any) -> Any:
 
 def _stepped(
     base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor], part: slice, others: set[str] | None = None
-) -> list[torch.Tensor]:
-    """One toy tensor per parameter group after two steps of a copy of `base`, cut to `part`. `others`: they have the
-    shapes of parameters, and what is kept in other ones is added to this; None: flat, and nothing may be."""
+) -> tuple[list[_Stepped], Mapping[Key, Any]]:
+    """One toy tensor per parameter group, with what is kept of it, after some steps of a copy of `base`, cut to
+    `part`; and its numbers. `others`: they have the shapes of parameters, and what is kept in other ones is added to
+    this; None: flat, and nothing may be."""
     flat = others is None
     toy, tensors = _copy(base, live, part, flat)
     before = [tensor.detach().clone() for tensor in tensors]
-    for step in range(_STEPS):
+    for step in range(MOST_STEPS):
         for number, tensor in enumerate(tensors):
             gradient = _values(tensor, 1 + step + number, part) if flat else torch.ones_like(tensor)
             tensor.grad = gradient
         # By the class: a scheduler's wrapper around the instance's own step would step the original.
         type(toy).step(toy)
-    if any(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True)):
+        # Some begin later.
+        moved = not any(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
+        if moved and step + 1 >= STEPS:
+            break
+    if not moved:
         raise RuntimeError("its step changed nothing")
     for tensor in tensors:
         _check_state(toy, tensor, others)
-    return [tensor.detach().clone() for tensor in tensors]
+    return [(tensor.detach().clone(), toy.state.get(tensor, {})) for tensor in tensors], numbers_of(toy)
 
 
 def _copy(

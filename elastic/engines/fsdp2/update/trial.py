@@ -1,16 +1,16 @@
-"""Which of an optimizer's parameter groups are stepped on whole tensors? Two steps on toy tensors tell.
+"""Which of an optimizer's parameter groups are stepped on whole tensors? Some steps on toy tensors tell.
 
 Shards suffice where a tensor that is cut is stepped as the whole one is. Otherwise each tensor is stepped whole, by one
-rank (`whole_step`), and what that cannot do is refused: an optimizer that looks at several tensors at once, that counts
-in its groups or attributes, or that has collectives of its own.
+rank (`whole_step`), and what that cannot do is refused: an optimizer that looks at several tensors at once, or that has
+collectives of its own.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,16 +19,16 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.update.stand_ins import StandIn, standing_in
+from elastic.engines.optimizer.numbers import Key, numbers_of, told
 from elastic.engines.optimizer.other_shapes import is_other
 from elastic.engines.optimizer.state import not_elementwise
-from elastic.engines.optimizer.trial import Collectives, is_elementwise, twin_of
+from elastic.engines.optimizer.trial import MOST_STEPS, STEPS, Collectives, alike, is_elementwise, twin_of
 from elastic.engines.optimizer.whole_tensor import refuse_beyond_tensors
 
 # Of as many dimensions as the parameter has. Above the size from which block-wise quantised optimizers quantise
 # (4,096), and cut between two blocks of any size.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (12_007,), 2: (151, 83), 3: (53, 19, 13), 4: (53, 19, 5, 3)}
 _CUT = 0.4
-_STEPS = 2
 
 # Of each optimizer, by the kinds of its parameters: engines are built anew, and it stays.
 _known: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[str, ...], Trial]] = WeakKeyDictionary()
@@ -45,11 +45,15 @@ class Kept(NamedTuple):
 
 class Trial(NamedTuple):
     """`groups`: the numbers of those that are stepped on whole tensors. `kept`: by what `kind_of` says of them, of each
-    kind of parameter in these. `fills`: parameters without gradient are stepped, too, as if it were zero."""
+    kind of parameter in these. `fills`: parameters without gradient are stepped, too, as if it were zero. `counts`: a
+    step changes numbers of its groups, or its own, whatever its tensors are: those of `toys`, by group, which have
+    made some."""
 
     groups: frozenset[int]
     kept: Mapping[str, Kept]
     fills: bool = False
+    counts: bool = False
+    toys: Mapping[int, StandIn] = MappingProxyType({})
 
     @property
     def others(self) -> frozenset[str]:
@@ -84,7 +88,11 @@ def _tried(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> Trial:
         with torch.random.fork_rng(devices=[]), Collectives() as collectives:
             groups = frozenset(kind.group for kind in kinds if not _cut_is_whole(kind))
             whole = [(kind, kinds[place - 1]) for place, kind in enumerate(kinds) if kind.group in groups]
-            kept = {kind.told: _kept_alone(kind, other) for kind, other in whole}
+            kept, counts, toys = {}, False, dict[int, StandIn]()
+            for kind, other in whole:
+                alone, counted = _alone(kind, other)
+                kept[kind.told], counts = _kept(kind, alone), counts or counted
+                toys.setdefault(kind.group, alone)
             fills = any(_fills(kind) for kind, _ in whole)
     except UsageError:
         raise
@@ -102,7 +110,7 @@ def _tried(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> Trial:
             f"its step has collectives of its own ({', '.join(sorted(collectives.names))}), and each tensor is stepped "
             "by one worker here: give the class that its authors have for a single device",
         )
-    return Trial(groups, kept, fills)
+    return Trial(groups, kept, fills, counts, toys)
 
 
 @dataclass(frozen=True)
@@ -141,23 +149,38 @@ def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[_Kind]:
                 yield _Kind(optimizer, number, parameter, told)
 
 
+class _Stepped(NamedTuple):
+    """Toy tensors after some steps, and what the optimizer has counted in: numbers that have changed."""
+
+    found: list[StandIn]
+    counted: Mapping[Key, Any]
+
+
 def _cut_is_whole(kind: _Kind) -> bool:
     if not kind.shape:
         return True
-    (whole,) = _stepped([(kind, 0)])
-    if _kept(kind, whole).others:
+    whole = _stepped([(kind, 0)])
+    if _kept(kind, whole.found[0]).others:
         return False
-    parts = [_stepped([(kind, 0)], part)[0].tensor for part in (slice(None, kind.cut), slice(kind.cut, None))]
-    return torch.allclose(whole.tensor, torch.cat(parts), rtol=1e-5, atol=1e-7)
+    parts = [_stepped([(kind, 0)], part) for part in (slice(None, kind.cut), slice(kind.cut, None))]
+    counted = all(part.counted == whole.counted for part in parts)
+    return counted and alike(whole.found[0], [part.found[0] for part in parts])
 
 
-def _kept_alone(kind: _Kind, other: _Kind) -> Kept:
-    """Raises UsageError where a step of a whole tensor depends on others."""
-    one, another, _ = _stepped([(kind, 0), (kind, 1), (other, 2)], counted=True)
-    for place, together in enumerate((one, another)):
-        if not torch.allclose(together.tensor, _stepped([(kind, place)])[0].tensor, rtol=1e-5, atol=1e-7):
-            raise _refused(type(kind.optimizer).__name__, "a step of a tensor depends on others")
-    return _kept(kind, one)
+def _alone(kind: _Kind, other: _Kind) -> tuple[StandIn, bool]:
+    """A toy tensor that has been stepped, and whether the steps count in their group or in attributes. Raises
+    UsageError where a step of a whole tensor depends on others, or the counts do on tensors."""
+    name = type(kind.optimizer).__name__
+    together = _stepped([(kind, 0), (kind, 1), (other, 2)])
+    for place in (1, 0):
+        alone = _stepped([(kind, place)])
+        if not torch.allclose(together.found[place].tensor, alone.found[0].tensor, rtol=1e-5, atol=1e-7):
+            raise _refused(name, "a step of a tensor depends on others")
+        own = {key: value for key, value in together.counted.items() if key[0] in (None, kind.group)}
+        if own != alone.counted:
+            keys = sorted(told(key) for key in own.keys() | alone.counted if own.get(key) != alone.counted.get(key))
+            raise _refused(name, f"its step changes {', '.join(keys)} by what its tensors are")
+    return alone.found[0], bool(alone.counted)
 
 
 def _fills(kind: _Kind) -> bool:
@@ -171,11 +194,10 @@ def _fills(kind: _Kind) -> bool:
 def _stepped(
     chosen: Sequence[tuple[_Kind, int]],
     part: slice = slice(None),
-    counted: bool = False,
     with_gradient: bool = True,
-) -> list[StandIn]:
-    """Toy tensors of these kinds, of each that part, after two steps of a copy of the optimizer that has no others. The
-    numbers are those of their values. `counted`: UsageError for what changes besides tensors and their state."""
+) -> _Stepped:
+    """Toy tensors of these kinds, of each that part, after some steps of a copy of the optimizer that has no
+    others. The numbers are those of their values. Raises UsageError where it keeps more after a later step."""
     optimizer = chosen[0][0].optimizer
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     toy = twin_of(optimizer, {id(parameter): torch.zeros(1) for parameter in held})
@@ -188,19 +210,26 @@ def _stepped(
     for kind, number in chosen:
         found.append(StandIn(marked(kind.values(number, part), marks_of(kind.like)), _flags(optimizer, kind.like)))
         by_group.setdefault(kind.group, []).append(found[-1])
-    before, started, told = _numbers(toy), [each.tensor.clone() for each in found], []
-    for step in range(_STEPS):
+    before, started, kept = numbers_of(toy), [each.tensor.clone() for each in found], []
+    for step in range(MOST_STEPS):
         for (kind, number), each in zip(chosen, found, strict=True):
             each.tensor.grad = kind.values(100 + 10 * step + number, part) if with_gradient else None
         with standing_in(toy, by_group):
             # By the class: a scheduler's wrapper around the instance's own step would step the original.
             type(toy).step(toy)
-        told.append([sorted(map(str, each.state)) for each in found])
-    if any(torch.equal(each.tensor, was) for each, was in zip(found, started, strict=True)):
+        kept.append([sorted(map(str, each.state)) for each in found])
+        # Some begin later.
+        moved = not any(torch.equal(each.tensor, was) for each, was in zip(found, started, strict=True))
+        if moved and step + 1 >= STEPS:
+            break
+    if not moved:
         raise RuntimeError("its step changed nothing")
-    if counted:
-        _check_steady(toy, before, told)
-    return found
+    if kept[0] != kept[-1]:
+        raise _refused(
+            type(toy).__name__, f"it keeps {kept[0][0]} of a tensor after one step, {kept[-1][0]} after {len(kept)}"
+        )
+    after = numbers_of(toy)
+    return _Stepped(found, {key: value for key, value in after.items() if value != before.get(key)})
 
 
 def _kept(kind: _Kind, found: StandIn) -> Kept:
@@ -220,16 +249,6 @@ def _kept(kind: _Kind, found: StandIn) -> Kept:
     return Kept(tensors, numbers, frozenset(others))
 
 
-def _check_steady(toy: torch.optim.Optimizer, before: Mapping[str, Any], told: Sequence[Any]) -> None:
-    """Raises UsageError for what a step changes besides tensors and their state."""
-    name = type(toy).__name__
-    if told[0] != told[-1]:
-        raise _refused(name, f"it keeps {told[0][0]} of a tensor after one step, {told[-1][0]} after two")
-    if (after := _numbers(toy)) != before:
-        changed = sorted(key for key in after if after[key] != before.get(key))
-        raise _refused(name, f"its step changes {', '.join(changed)}, which each worker would change by itself")
-
-
 def _held_elsewhere(optimizer: torch.optim.Optimizer) -> str:
     """The attribute that has parameters or their ids, by which its step would not know what stands in for them."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -245,15 +264,6 @@ def _has(value: Any, ids: Collection[int], depth: int) -> bool:
         return _has(list(value), ids, depth - 1) or _has(list(value.values()), ids, depth - 1)
     several = bool(depth) and isinstance(value, (list, tuple, set, frozenset))
     return several and any(_has(each, ids, depth - 1) for each in value)
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """What a step might count in: the groups' values, and the optimizer's own."""
-    kinds = (int, float, str, tuple)
-    found = {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
-    for number, group in enumerate(optimizer.param_groups):
-        found |= {f"param_groups[{number}][{key!r}]": copy.copy(v) for key, v in group.items() if isinstance(v, kinds)}
-    return found
 
 
 def _flags(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.engines.fsdp2.update import local_step
+from elastic.engines.fsdp2.update.counts import Counts
 from elastic.engines.fsdp2.update.optimizers import parts_of
 from elastic.engines.fsdp2.update.stand_ins import hooks_called_once
 from elastic.engines.fsdp2.update.trial import Trial, try_optimizer
@@ -55,13 +56,15 @@ def _step_of(
 ) -> Callable[[], None]:
     if not trial.groups:
         return lambda: local_step.step(optimizer)
-    whole = WholeStep(optimizer, trial, device, stage, exchange)
+    counts = Counts(optimizer, trial)
+    whole = WholeStep(optimizer, trial, device, stage, exchange, counts)
     rest = [number for number in range(len(optimizer.param_groups)) if number not in trial.groups]
 
     def step() -> None:
-        with hooks_called_once(optimizer):
+        with hooks_called_once(optimizer), counts.once():
             whole.step()
             if rest:
-                local_step.on_shards(optimizer, rest)
+                with counts.of({number: optimizer.param_groups[number]["params"] for number in rest}):
+                    local_step.on_shards(optimizer, rest)
 
     return step

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, over_cell
+from elastic.engines.fsdp2.update.counts import Counts
 from elastic.engines.fsdp2.update.stand_ins import StandIn, is_sharded, local_of, put, standing_in
 from elastic.engines.fsdp2.update.trial import Kept, Trial, kind_of
 from elastic.engines.optimizer.other_shapes import put_together, taken_apart, without_tensors
@@ -82,12 +83,14 @@ class WholeStep:
         device: torch.device,
         stage: dist.ProcessGroup,
         all_to_all: Callable[..., Any],
+        counts: Counts,
     ) -> None:
         """Before the first step, and before a restore. `stage`: all ranks that have shards of the optimizer's
         parameters, or of other slices of their layers."""
         self._optimizer, self._device, self._stage, self._all_to_all = optimizer, device, stage, all_to_all
         self._ranks, self._rank = dist.get_process_group_ranks(stage), dist.get_rank()
         self._rounds, self._fills = list(_in_rounds(optimizer, trial)), trial.fills
+        self._counts = counts
 
     @torch.no_grad()
     def step(self) -> None:
@@ -106,7 +109,7 @@ class WholeStep:
         for tensor, made in whole:
             by_group[tensor.group].append(made)
         if whole:
-            with standing_in(self._optimizer, by_group):
+            with self._counts.of(by_group), standing_in(self._optimizer, by_group):
                 self._optimizer.step()
         for tensor, made in whole:
             _require_kept(self._optimizer, tensor, made)
