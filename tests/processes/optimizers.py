@@ -51,30 +51,24 @@ class Orthogonal(torch.optim.Optimizer):
 
 class Factored(torch.optim.Optimizer):
     """Keeps the mean square of rows and of columns, the products of a matrix with its own in a list, and a momentum;
-    counts steps in its groups, as a number and as a tensor, and by itself."""
+    counts steps in its groups, as a number, before which it has made its state, and as a tensor."""
 
     def __init__(self, parameters: list[Any]) -> None:
-        super().__init__(parameters, {"lr": 0.02, "step": 0})
+        super().__init__(parameters, {"lr": 0.02})
         for group in self.param_groups:
             group["beta"] = torch.tensor(1.0)
-        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.steps += 1
         for group in self.param_groups:
-            group["step"] += 1
+            if "step" not in group:
+                for parameter in (p for p in group["params"] if p.grad is not None):
+                    self._begin(self.state[parameter], parameter.grad)
+            group["step"] = group.get("step", 0) + 1
             group["beta"] *= 0.9
             rate = group["lr"] * (1 + 1 / group["step"] + float(group["beta"]))
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state, gradient = self.state[parameter], parameter.grad
-                if not state:
-                    sides = gradient.shape[-2:] if gradient.dim() > 1 else ()
-                    state["products"] = [gradient.new_zeros(size, size) if size < 20 else None for size in sides]
-                    state["momentum"] = torch.zeros_like(gradient)
-                    state["squares"] = {
-                        str(dim): gradient.new_zeros(gradient.shape[dim]) for dim in range(gradient.dim())
-                    }
                 for side, product in enumerate(state["products"]):
                     if product is not None:
                         flat = gradient.transpose(-2, side - 2).reshape(len(product), -1)
@@ -88,6 +82,12 @@ class Factored(torch.optim.Optimizer):
                 for product in (found for found in state["products"] if found is not None):
                     change /= 1 + product.trace()
                 parameter.add_(change, alpha=-rate)
+
+    def _begin(self, state: Any, gradient: torch.Tensor) -> None:
+        sides = gradient.shape[-2:] if gradient.dim() > 1 else ()
+        state["products"] = [gradient.new_zeros(size, size) if size < 20 else None for size in sides]
+        state["momentum"] = torch.zeros_like(gradient)
+        state["squares"] = {str(dim): gradient.new_zeros(gradient.shape[dim]) for dim in range(gradient.dim())}
 
 
 def is_muon_of_deepspeed(config: dict[str, Any]) -> bool:

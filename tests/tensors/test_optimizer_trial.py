@@ -150,6 +150,57 @@ def test_whole_tensors_may_be_looked_at_in_stage_0_where_nothing_is_cut() -> Non
         try_optimizer(Projecting(matrices), partitioned=False)
 
 
+class Counting(Plain):
+    """Of its own: a worker that joins would begin at zero."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_what_counts_in_an_attribute_is_refused(partitioned: bool) -> None:
+    with pytest.raises(UsageError, match="Counting cannot be used here: its step changes count, an attribute that"):
+        try_optimizer(Counting(_flats(64)), partitioned=partitioned)
+
+
+class Measuring(Plain):
+    """Adapts its rate to the sum of all gradients, some steps later."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0.0) + sum(float(p.grad.norm()) for p in self.mine if p.grad is not None)
+        super().step(closure)
+
+
+class KeepingNorm(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in (p for p in self.mine if p.grad is not None):
+            self.state[p]["norm"] = p.grad.norm()
+
+
+class Late(Plain):
+    """As RAdam: the first steps change nothing; then it looks at the whole tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in (p for p in self.mine if p.grad is not None and group["step"] > 5):
+                p.sub_(p.grad / p.grad.norm())
+
+
+@pytest.mark.parametrize("kind", [Measuring, KeepingNorm, Late])
+def test_what_looks_at_whole_tensors_later_is_found(kind: type[Plain]) -> None:
+    with pytest.raises(UsageError, match="another result when the tensor was cut"):
+        try_optimizer(kind(_flats(64)), partitioned=True)
+
+
 class Projecting(ByNorm):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)

@@ -156,7 +156,7 @@ def world() -> Iterator[None]:
     ("change", "why"),
     [
         (_counts_in_its_group, r"changes param_groups\[0\]\['steps'\] by what its tensors are"),
-        (_counts_by_itself, "changes counted by what its tensors are"),
+        (_counts_by_itself, "changes counted, an attribute that is in no snapshot"),
         (_by_all, "a step of a tensor depends on others"),
         (_keeps_an_object, "keeps 'projector' as a object"),
         (_keeps_more_later, "after one step, .*'late'.* after 8"),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.core.errors import UsageError
-from elastic.engines.optimizer.numbers import Key, numbers_of
+from elastic.engines.optimizer.numbers import Key, changed, numbers_of
 from elastic.engines.optimizer.other_shapes import is_other
 from elastic.engines.optimizer.state import not_elementwise
 from elastic.engines.optimizer.whole_tensor import refuse_whole_tensor, refused
@@ -147,12 +147,12 @@ def _shape(value: Any) -> Any:
 def _stepped(
     base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor], part: slice, others: set[str] | None = None
 ) -> tuple[list[_Stepped], Mapping[Key, Any]]:
-    """One toy tensor per parameter group, with what is kept of it, after some steps of a copy of `base`, cut to
-    `part`; and its numbers. `others`: they have the shapes of parameters, and what is kept in other ones is added to
-    this; None: flat, and nothing may be."""
+    """One toy tensor per parameter group, with what is kept of it, after some steps of a copy of `base`, cut to `part`;
+    and the numbers that it has changed. `others`: they have the shapes of parameters, and what is kept in other ones is
+    added to this; None: flat, and nothing may be."""
     flat = others is None
     toy, tensors = _copy(base, live, part, flat)
-    before = [tensor.detach().clone() for tensor in tensors]
+    counted, before = numbers_of(toy), [tensor.detach().clone() for tensor in tensors]
     for step in range(MOST_STEPS):
         for number, tensor in enumerate(tensors):
             gradient = _values(tensor, 1 + step + number, part) if flat else torch.ones_like(tensor)
@@ -167,7 +167,7 @@ def _stepped(
         raise RuntimeError("its step changed nothing")
     for tensor in tensors:
         _check_state(toy, tensor, others)
-    return [(tensor.detach().clone(), toy.state.get(tensor, {})) for tensor in tensors], numbers_of(toy)
+    return [(tensor.detach().clone(), toy.state.get(tensor, {})) for tensor in tensors], changed(toy, counted)
 
 
 def _copy(

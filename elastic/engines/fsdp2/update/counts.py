@@ -1,5 +1,5 @@
-"""What an optimizer counts in its groups and attributes, where one update is several steps on some ranks and none on
-others: it goes on as by one step. The trial has shown that the counts do not depend on tensors."""
+"""What an optimizer counts in its groups, where one update is several steps on some ranks and none on others: it goes
+on as by one step. The trial has shown that the counts do not depend on tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class Counts:
     def __init__(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
         self._optimizer, self._counts, self._toys = optimizer, trial.counts, trial.toys
         self._before: dict[Key, Any] = {}
-        # By group, and for None of the optimizer itself.
-        self._after: dict[int | None, dict[Key, Any]] = {}
+        self._after: dict[int, dict[Key, Any]] = {}
 
     @contextmanager
     def once(self) -> Iterator[None]:
@@ -37,7 +36,7 @@ class Counts:
             with torch.random.fork_rng(devices=[]), self.of(toy), standing_in(self._optimizer, toy):
                 self._optimizer.step()
         for found in self._after.values():
-            set_numbers(self._optimizer, found)
+            set_numbers(self._optimizer.param_groups, found)
 
     @contextmanager
     def of(self, by_group: Mapping[int, Collection[Any]]) -> Iterator[None]:
@@ -45,11 +44,11 @@ class Counts:
         if not self._counts:
             yield
             return
-        set_numbers(self._optimizer, self._before)
+        set_numbers(self._optimizer.param_groups, self._before)
         yield
         after = numbers_of(self._optimizer)
-        for owner in (None, *(group for group, found in by_group.items() if found)):
-            self._after[owner] = {key: value for key, value in after.items() if key[0] == owner}
+        for group in (group for group, found in by_group.items() if found):
+            self._after[group] = {key: value for key, value in after.items() if key[0] == group}
 
 
 def _copied(toy: StandIn) -> StandIn:

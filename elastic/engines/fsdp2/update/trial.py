@@ -19,7 +19,7 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.update.stand_ins import StandIn, standing_in
-from elastic.engines.optimizer.numbers import Key, numbers_of, told
+from elastic.engines.optimizer.numbers import Key, changed, numbers_of
 from elastic.engines.optimizer.other_shapes import is_other
 from elastic.engines.optimizer.state import not_elementwise
 from elastic.engines.optimizer.trial import MOST_STEPS, STEPS, Collectives, alike, is_elementwise, twin_of
@@ -46,8 +46,7 @@ class Kept(NamedTuple):
 class Trial(NamedTuple):
     """`groups`: the numbers of those that are stepped on whole tensors. `kept`: by what `kind_of` says of them, of each
     kind of parameter in these. `fills`: parameters without gradient are stepped, too, as if it were zero. `counts`: a
-    step changes numbers of its groups, or its own, whatever its tensors are: those of `toys`, by group, which have
-    made some."""
+    step changes numbers of its groups, whatever its tensors are: those of `toys`, by group, which have made some."""
 
     groups: frozenset[int]
     kept: Mapping[str, Kept]
@@ -168,18 +167,19 @@ def _cut_is_whole(kind: _Kind) -> bool:
 
 
 def _alone(kind: _Kind, other: _Kind) -> tuple[StandIn, bool]:
-    """A toy tensor that has been stepped, and whether the steps count in their group or in attributes. Raises
-    UsageError where a step of a whole tensor depends on others, or the counts do on tensors."""
+    """A toy tensor that has been stepped, and whether the steps count in their group. Raises UsageError where a step of
+    a whole tensor depends on others, or the counts do on tensors."""
     name = type(kind.optimizer).__name__
     together = _stepped([(kind, 0), (kind, 1), (other, 2)])
     for place in (1, 0):
         alone = _stepped([(kind, place)])
         if not torch.allclose(together.found[place].tensor, alone.found[0].tensor, rtol=1e-5, atol=1e-7):
             raise _refused(name, "a step of a tensor depends on others")
-        own = {key: value for key, value in together.counted.items() if key[0] in (None, kind.group)}
+        own = {key: value for key, value in together.counted.items() if key[0] == kind.group}
         if own != alone.counted:
-            keys = sorted(told(key) for key in own.keys() | alone.counted if own.get(key) != alone.counted.get(key))
-            raise _refused(name, f"its step changes {', '.join(keys)} by what its tensors are")
+            keys = sorted(key for key in own.keys() | alone.counted if own.get(key) != alone.counted.get(key))
+            told = ", ".join(f"param_groups[{group}][{key!r}]" for group, key in keys)
+            raise _refused(name, f"its step changes {told} by what its tensors are")
     return alone.found[0], bool(alone.counted)
 
 
@@ -228,8 +228,7 @@ def _stepped(
         raise _refused(
             type(toy).__name__, f"it keeps {kept[0][0]} of a tensor after one step, {kept[-1][0]} after {len(kept)}"
         )
-    after = numbers_of(toy)
-    return _Stepped(found, {key: value for key, value in after.items() if value != before.get(key)})
+    return _Stepped(found, changed(toy, before))
 
 
 def _kept(kind: _Kind, found: StandIn) -> Kept:
