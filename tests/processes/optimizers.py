@@ -108,12 +108,12 @@ def of(config: dict[str, Any], given: Iterable[Any], **adamw: Any) -> Any:
         return torch.optim.AdamW(parameters, **adamw)
     flat = [p for each in parameters for p in (each["params"] if isinstance(each, dict) else [each])]
     matrices, rest = [p for p in flat if p.dim() > 1], [p for p in flat if p.dim() < 2]
+    # One byte: each tensor of an owner has a round by itself.
+    whole_step._ROUND_BYTES = 1 if config.get("small rounds") else 1 << 20
     if config["optimizer"] == "factored":
         return Factored([{"params": matrices}, {"params": rest}])
     if config["optimizer"] == "adafactor":
         return transformers.Adafactor(flat, lr=0.02, relative_step=False, scale_parameter=True, beta1=0.9)
-    # One byte: each tensor of an owner has a round by itself.
-    whole_step._ROUND_BYTES = 1 if config.get("small rounds") else 1 << 20
     if config["optimizer"] != "muon":
         return Orthogonal(matrices, rest, config["optimizer"].removeprefix("orthogonal"))
     return [torch.optim.AdamW(rest, lr=0.02), torch.optim.Muon(matrices, lr=0.02)]

@@ -16,18 +16,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.marks import marked, marks_of
-from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, over_cell
 from elastic.engines.fsdp2.update.counts import Counts
+from elastic.engines.fsdp2.update.parts import Part, parts_of
 from elastic.engines.fsdp2.update.stand_ins import StandIn, is_sharded, local_of, put, standing_in
 from elastic.engines.fsdp2.update.trial import Kept, Trial, kind_of
 from elastic.engines.optimizer.other_shapes import put_together, taken_apart, without_tensors
@@ -37,23 +35,10 @@ _ROUND_BYTES = 64 << 20
 # Any type's values begin at a multiple of it.
 _ALIGNED = 16
 
-# The axis of a mesh that has but one, and no name for it.
-_ONLY = "dp"
-
 _NUMBERS = (int, float, torch.Tensor)
 
-Box = tuple[slice, ...]
 # What has other shapes, by its keys, with places instead of tensors.
 _Forms = Mapping[Any, Any]
-Ends = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Part:
-    """What `ranks` have of a tensor, each all of it; the first of them gives it."""
-
-    box: Box
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -262,47 +247,6 @@ def _dealt(parameter: DTensor) -> tuple[tuple[Part, ...], list[int], int]:
     parts = parts_of(parameter)
     own = next(place for place, part in enumerate(parts) if dist.get_rank() in part.ranks)
     return parts, sorted(rank for part in parts for rank in part.ranks), own
-
-
-def parts_of(parameter: DTensor) -> tuple[Part, ...]:
-    """Its parts and their ranks, in the order of the first of these. A lane's slice is cut by rows over the lane, and
-    experts over the ranks with the same ones. Raises UsageError where torch has sharded it otherwise."""
-    mesh = parameter.device_mesh
-    sizes = dict(zip(mesh.mesh_dim_names or (_ONLY,), mesh.shape, strict=True))
-    placement = over_cell(parameter)
-    cut = placement.dim % parameter.dim() if isinstance(placement, Shard) else None
-    boxes = _boxes(tuple(parameter.shape), tuple(sizes.items()), cut)
-    ranks: dict[Ends, list[int]] = {}
-    for box, rank in zip(boxes, mesh.mesh.flatten().tolist(), strict=True):
-        ranks.setdefault(box, []).append(rank)
-        if rank == dist.get_rank() and tuple(end - begin for begin, end in box) != local_of(parameter).shape:
-            raise UsageError(
-                f"a parameter of shape {tuple(parameter.shape)} has {tuple(local_of(parameter).shape)} here where "
-                f"{box} was expected: this torch shards otherwise"
-            )
-    return tuple(Part(tuple(slice(*ends) for ends in box), tuple(of)) for box, of in ranks.items())
-
-
-@cache
-def _boxes(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], cut: int | None) -> list[Ends]:
-    """First index in each dimension, and the one after the last, of what each rank of a mesh has, in the order of its
-    coordinates. `sizes`: its axes. `cut`: the dimension that the ranks of a cell cut."""
-    axes, found = dict(sizes), []
-    shards = math.prod(size for name, size in sizes if name not in (COPIES, EXPERTS, "tp"))
-    for coordinate in product(*(range(size) for _, size in sizes)):
-        at = dict(zip(axes, coordinate, strict=True))
-        ends = [[0, size] for size in shape]
-        if cut is not None:
-            part = shape[cut] // axes["tp"]
-            ends[cut] = [at["tp"] * part, (at["tp"] + 1) * part]
-        first, last = ends[0]
-        rows = (last - first) // axes.get(EXPERTS, 1)
-        first += rows * at.get(EXPERTS, 0)
-        block = -(-rows // shards)
-        (shard,) = [where for name, where in at.items() if name not in (COPIES, EXPERTS, "tp")]
-        ends[0] = [first + min(rows, shard * block), first + min(rows, (shard + 1) * block)]
-        found.append(tuple((begin, end) for begin, end in ends))
-    return found
 
 
 def _stand_in(tensor: _Tensor, state: Mapping[Any, Any], made: Sequence[torch.Tensor]) -> StandIn:
