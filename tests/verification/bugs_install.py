@@ -76,9 +76,9 @@ def replica_kept() -> Change:
 
 
 def state_only_where_there_is_some() -> Change:
-    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any, others: Any) -> None:
         live = base.state.get(master.tensor) or {}
-        original(base, master, {key: value for key, value in tensors.items() if key in live}, scalars)
+        original(base, master, {key: value for key, value in tensors.items() if key in live}, scalars, others)
 
     return changed(modules().restore, "install_state", install)
 
@@ -95,8 +95,8 @@ def without_moments(world: Any) -> None:
 def twice() -> Change:
     """Values are added to what is there, as a second application would."""
 
-    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
-        original(base, master, {key: value + value for key, value in tensors.items()}, scalars)
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any, others: Any) -> None:
+        original(base, master, {key: value + value for key, value in tensors.items()}, scalars, others)
 
     return changed(modules().restore, "install_state", install)
 
@@ -129,9 +129,9 @@ def tied_twice() -> Change:
 
 
 def padding_raises() -> Change:
-    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any, others: Any) -> None:
         if not master.chunks:
             raise IndexError("list index out of range")
-        original(base, master, tensors, scalars)
+        original(base, master, tensors, scalars, others)
 
     return changed(modules().restore, "install_state", install)

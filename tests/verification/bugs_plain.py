@@ -27,8 +27,8 @@ def other_dicts() -> Change:
 
 
 def steps_dropped() -> Change:
-    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
-        original(base, master, tensors, None if master.group == 1 else scalars)
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any, others: Any) -> None:
+        original(base, master, tensors, None if master.group == 1 else scalars, others)
 
     return changed(modules().restore, "install_state", install)
 
