@@ -104,6 +104,7 @@ def trains(config: dict[str, Any]) -> None:
             output_dir=config["url"],
             per_device_train_batch_size=2,
             gradient_accumulation_steps=config.get("accumulates", 2),
+            optim=config.get("optim", "adamw_torch"),
             learning_rate=1e-2,
             warmup_steps=3,
             num_train_epochs=3,

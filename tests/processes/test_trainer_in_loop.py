@@ -74,6 +74,19 @@ def test_survivors_of_a_killed_rank_stay_and_log_what_an_undisturbed_run_logs(
     assert_logged_alike(*through_a_loss(crew, tmp_path, TRAINS, {}, victim, LAST_STEP, **engine_of(stage)))
 
 
+def test_adafactor_goes_on_with_its_factors(crew: Crew, tmp_path: Path) -> None:
+    """In stage 0. With FSDP2 sums are added up in another order, and Adafactor divides a gradient that is zero but for
+    its last bit by that bit."""
+    assert_logged_alike(*through_a_loss(crew, tmp_path, TRAINS, {"optim": "adafactor"}, 2, LAST_STEP, **engine_of(0)))
+
+
+@pytest.mark.slow
+def test_deepspeeds_muon_is_the_configurations(crew: Crew, tmp_path: Path) -> None:
+    muon = {"type": "Muon", "params": {"lr": "auto", "momentum": 0.9, "torch_adam": True, "ns_method": "gram"}}
+    engine = {"engine_config": {"zero_optimization": {"stage": 2}, "optimizer": muon}}
+    assert_logged_alike(*through_a_loss(crew, tmp_path, TRAINS, {}, 2, LAST_STEP, **engine))
+
+
 @pytest.mark.parametrize(("stage", "strategy"), [(1, "epoch"), (3, "steps"), (None, "epoch")])
 def test_survivors_of_a_rank_that_is_killed_in_an_evaluation_stay_and_evaluate_again(
     crew: Crew, tmp_path: Path, stage: int | None, strategy: str

@@ -171,6 +171,15 @@ def test_stage_0_carries_what_has_other_shapes(crew: Crew, tmp_path: Path, name:
     assert found[f"kept/optimizer/layers.0.mlp.up_proj.weight/{key}"].any()
 
 
+@pytest.mark.parametrize("name", OTHER_SHAPES)
+def test_from_a_checkpoint_it_goes_on_bit_by_bit(crew: Crew, tmp_path: Path, name: str) -> None:
+    config, function, three = {**FSDP2, "optimizer": name}, "tensor_parallel.train", (0, 1, 2)
+    whole = Run(tmp_path / "whole", cells.through(crew, tmp_path / "whole", function, config, [(three, None)]))
+    parts = [(three, 3), ((0, 2, 1), 5), (three, None)]
+    again = Run(tmp_path / "again", cells.through(crew, tmp_path / "again", function, config, parts))
+    assert _distance(whole.losses, again.losses) == _distance(whole.state(), again.state()) == 0
+
+
 def test_a_damaged_factor_is_found_in_the_snapshot(crew: Crew, tmp_path: Path) -> None:
     config = {**FSDP2, "optimizer": "factored", "drift of a factor": 3, "url": str(tmp_path)}
     outcomes = crew.run(
