@@ -166,6 +166,21 @@ def test_what_counts_in_an_attribute_is_refused(partitioned: bool) -> None:
         try_optimizer(Counting(_flats(64)), partitioned=partitioned)
 
 
+class Beginning(Plain):
+    """As bitsandbytes' optimizers: a flag says that they have begun."""
+
+    begun = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.begun = True
+        super().step(closure)
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_flag_is_no_count(partitioned: bool) -> None:
+    assert try_optimizer(Beginning(_flats(64)), partitioned=partitioned) == set()
+
+
 class Measuring(Plain):
     """Adapts its rate to the sum of all gradients, some steps later."""
 
@@ -222,6 +237,8 @@ def test_what_has_other_shapes_is_taken_apart_and_put_together() -> None:
         again, same = taken_apart("key", back)
         assert (again, type(back)) == (places, type(value))
         assert all(torch.equal(same[path], tensor) for path, tensor in tensors.items())
+    with pytest.raises(UsageError, match=r"two tensors of a parameter under 'key\.a\.b'"):
+        taken_apart("key", {"a.b": rows, "a": {"b": rows}})
     for value in (like, torch.ones(1), 3, "text", None, [1, rows], object()):
         assert not is_other(value, like), "of the parameter's shape, a number, or not to be carried"
 

@@ -5,7 +5,7 @@ Snapshots have those of groups. An attribute of the optimizer is in none: a work
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,15 +43,20 @@ def set_numbers(groups: Sequence[dict[str, Any]], numbers: Mapping[Key, Any]) ->
 
 
 def changed(optimizer: torch.optim.Optimizer, before: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Of its groups. Raises UsageError for attributes of the optimizer."""
+    """Raises UsageError for attributes of the optimizer, but for flags: that it has begun, say."""
     found = {key: value for key, value in numbers_of(optimizer).items() if value != before.get(key)}
-    if own := sorted(name for number, name in found if number is None):
+    refuse_attributes(optimizer, [key for key, value in found.items() if not isinstance(value, bool)])
+    return found
+
+
+def refuse_attributes(optimizer: torch.optim.Optimizer, keys: Iterable[Key]) -> None:
+    """Raise UsageError where some of `keys` are no group's."""
+    if own := sorted(name for number, name in keys if number is None):
         raise UsageError(
             f"optimizer {type(optimizer).__name__} cannot be used here: its step changes {', '.join(own)}, an "
             "attribute that is in no snapshot, so that a worker that joins would have another one; count in the state "
             "of parameters or in their groups"
         )
-    return found
 
 
 def _counts(value: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from elastic.core.errors import UsageError
+
 _PREFIX = "optimizer/"
 _PLACE = "$other"
 # Deeper ones would be of objects that refer to themselves.
@@ -39,10 +41,15 @@ def is_plain(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def taken_apart(key: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The value with places instead of tensors, and these by their paths in the optimizer's state of a parameter."""
+    """The value with places instead of tensors, and these by their paths in the optimizer's state of a parameter.
+    Raises UsageError where two have one path ({"a.b": ..., "a": {"b": ...}})."""
     found: dict[str, torch.Tensor] = {}
 
     def place(path: str, tensor: torch.Tensor) -> Any:
+        if path in found:
+            raise UsageError(
+                f"an optimizer keeps two tensors of a parameter under {path!r}: give them keys that differ"
+            )
         found[path] = tensor
         return {_PLACE: [path, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
 

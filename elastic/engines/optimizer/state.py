@@ -50,9 +50,8 @@ def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[Mast
     found = []
     for master, state, other in zip(masters, raw, others, strict=True):
         split = _split(base, master, state, shaped)
-        for key, value in other.items():
-            told, tensors = taken_apart(key, value)
-            split = MasterState(split.tensors, {**split.scalars, key: told}, {**split.others, **tensors})
+        told, tensors = _apart(other)
+        split = MasterState(split.tensors, {**split.scalars, **told}, tensors)
         found.append(split)
     return found
 
@@ -196,6 +195,17 @@ def _others(base: Any, master: Master, state: Mapping[Any, Any]) -> dict[str, An
     for key in found:
         _require_name(base, key)
     return found
+
+
+def _apart(other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Values with places, and the tensors by their paths. Raises UsageError where two have the same."""
+    told, tensors = dict[str, Any](), dict[str, torch.Tensor]()
+    for key, value in other.items():
+        told[key], found = taken_apart(key, value)
+        if both := sorted(tensors.keys() & found.keys()):
+            raise UsageError(f"an optimizer keeps two tensors of a parameter under {both[0]!r}: give them other keys")
+        tensors |= found
+    return told, tensors
 
 
 def _require_name(base: Any, key: Any) -> None:

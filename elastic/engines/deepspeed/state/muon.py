@@ -160,7 +160,8 @@ class WholeMomentum:
         from deepspeed import comm
 
         group, flat = self._wrapper.real_dp_process_group[number], self._flat(number)
-        part = self._state(number).get(MOMENTUM)
+        # `get`: the state is a defaultdict, and looking must not create what does not exist yet.
+        part = (self._wrapper.optimizer.state.get(flat) or {}).get(MOMENTUM)
         # Before the first step there is none; a rank without matrices has none ever.
         part = torch.zeros_like(flat, dtype=torch.float32) if part is None else part.float()
         size = dist.get_world_size(group)

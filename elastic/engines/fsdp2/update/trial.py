@@ -19,7 +19,7 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.marks import marked, marks_of
 from elastic.engines.fsdp2.update.stand_ins import StandIn, standing_in
-from elastic.engines.optimizer.numbers import Key, changed, numbers_of
+from elastic.engines.optimizer.numbers import Key, changed, numbers_of, refuse_attributes
 from elastic.engines.optimizer.other_shapes import is_other
 from elastic.engines.optimizer.state import not_elementwise
 from elastic.engines.optimizer.trial import MOST_STEPS, STEPS, Collectives, alike, is_elementwise, twin_of
@@ -173,6 +173,8 @@ def _alone(kind: _Kind, other: _Kind) -> tuple[StandIn, bool]:
     together = _stepped([(kind, 0), (kind, 1), (other, 2)])
     for place in (1, 0):
         alone = _stepped([(kind, place)])
+        # Which ranks make a step depends on who owns what.
+        refuse_attributes(kind.optimizer, alone.counted)
         if not torch.allclose(together.found[place].tensor, alone.found[0].tensor, rtol=1e-5, atol=1e-7):
             raise _refused(name, "a step of a tensor depends on others")
         own = {key: value for key, value in together.counted.items() if key[0] == kind.group}
