@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case = find(asked.case[0])
         enough = time.monotonic() + case.enough_s(asked.quick)
         return _measure_here(case, Options(Path(asked.child), asked.quick, enough, asked.plan))
-    if asked.plan and asked.case != ["recovery"]:
-        parser.error("--plan is one of the case recovery: give --case recovery with it, and no other")
+    if asked.plan and "recovery" not in (asked.case or ()):
+        parser.error("--plan is one of the case recovery: give --case recovery with it, beside others if you like")
     usual = [case for case in CASES if case.usual and not (asked.quick and case.peer)]
     chosen = [find(name) for name in asked.case] or usual
     signal.signal(signal.SIGTERM, _terminated)

@@ -233,6 +233,10 @@ class Engine(Witness, Detachable, Protocol):
         its groups show, and that a scheduler sees, stay what they are."""
         ...
 
+    def clip(self, largest: float) -> None:
+        """From the next update on gradients are clipped to this L2 norm, over all ranks; 0: not at all."""
+        ...
+
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         """After each `backward`: the optimizer's step where `last` was True, else None. `consumed` is how many samples
         the run will have consumed by then."""

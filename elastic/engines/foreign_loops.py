@@ -26,10 +26,12 @@ _REFUSED: dict[_Call, str] = {
         "`from elastic.integrations.transformers import Trainer`, which takes the same arguments"
     ),
     ("accelerate.accelerator", "Accelerator", "prepare"): (
-        "accelerate.Accelerator does not train elastically; replace `accelerator.prepare(...)` by "
-        "`engine, optimizer, loader, scheduler = elastic.initialize(model=..., optimizer=..., training_data=..., "
-        "lr_scheduler=...)`, `accelerator.backward(loss)` by `engine.backward(loss)`, and what follows it, up to "
-        "`optimizer.zero_grad()`, by `engine.step()`; a DataLoader for evaluation may be prepared by itself"
+        "accelerate.Accelerator does not train elastically; write `from elastic.integrations.accelerate import "
+        "Accelerator`, with which the loop stays as it is; accelerate's own may prepare a DataLoader for evaluation"
+    ),
+    ("accelerate.local_sgd", "LocalSGD", "__init__"): (
+        "accelerate's LocalSGD would average weights that are equal already, as gradients are averaged in each step; "
+        "leave it out, and write `communication: {semantics: local}` into the job"
     ),
     ("lightning.pytorch.trainer.trainer", "Trainer", "__init__"): (
         "Lightning's Trainer does not train elastically; write the loop with elastic.initialize"

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 
 from elastic.core.errors import UsageError
-from elastic.core.generation_spec import GenerationSpec
-from elastic.data import hugging_face, stream
 from elastic.engines.foreign_loops import OWN
 from elastic.engines.select import engine_kind
 from elastic.integrations import (
@@ -31,8 +29,9 @@ from elastic.integrations import (
     transformers_state,
     transformers_weights,
 )
+from elastic.integrations.engine_config import spec_of_generation
 from elastic.training import api, context
-from elastic.training.data.stream.foreign import is_hugging_face, streamed
+from elastic.training.data.stream.foreign import passes_of
 from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.ahead import spec_alone
 
@@ -240,9 +239,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         if _has_length(dataset):
             return dataset, collate
-        # As with transformers, each pass over it is an epoch.
-        passes = stream(hugging_face(dataset), repeat=False) if is_hugging_face(dataset) else streamed(dataset)
-        return passes, collate
+        return passes_of(dataset), collate
 
     def _steps(self, dataset: Any, global_batch: int) -> int:
         if self.args.max_steps > 0:
@@ -444,12 +441,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _keep(self) -> None:
         api.state[_KEPT] = {**transformers_state.kept(self), "best_saved": self._best.step, "epoch": self._epoch}
-
-
-def spec_of_generation() -> GenerationSpec:
-    generation = context.current()
-    assert generation is not None
-    return generation.scope.spec
 
 
 def _is_last(loader: Any, epoch: int, step: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
+from elastic.integrations.engine_config import Asked, completed
 
 _PLATFORM = "the platform distributes the model; the job's `deepspeed` key says how"
 _RESUME = "the platform saves and resumes by itself: `elastic resume RUN`"
@@ -28,12 +29,6 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "enable_jit_checkpoint": (False, _RESUME),
     "fp16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
     "bf16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
-}
-# Keys of an engine's configuration that are arguments too.
-_SAME: Mapping[str, str] = {
-    "micro_batch": "per_device_train_batch_size",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 # Of the schedulers, those that need a metric.
 _METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
@@ -66,22 +61,27 @@ def refuse_mesh(own: Any, spec: GenerationSpec) -> None:
             "elastic.integrations.trl's Trainers and `mesh` are not supported together, which has not been run; "
             "without it each worker samples completions by itself, with ZeRO stage 3 and FSDP2 too"
         )
-    if spec.pp > 1:
-        raise UsageError(
-            f"{trainer} and mesh: {{pp: {spec.pp}}} are not supported together: a Trainer asks for the model's "
-            "outputs, which the last stage alone has; call elastic.initialize with elastic.Pipeline(own_forward=True)"
-        )
-    if spec.engine == "deepspeed" and (spec.ep > 1 or spec.ep_changes):
-        raise UsageError(
-            f"{trainer} and mesh: {{ep: {spec.ep}}} are not supported together with DeepSpeed, whose AutoEP gives the "
-            "experts other names than the model has; with `engine: fsdp2` they are"
-        )
+    refuse_axes(trainer, spec)
     of_trl = any(kind.__module__.partition(".")[0] == "trl" for kind in type(own).__mro__)
     if of_trl and spec.engine == "deepspeed" and max((spec.tp, *spec.tp_sizes)) > 1 and _head_apart(own.model):
         raise UsageError(
             f"{trainer} and mesh: {{tp: {spec.tp}}} are not supported together with DeepSpeed for this model: TRL "
             "multiplies by lm_head.weight itself, of which a rank would have a slice; take `engine: fsdp2`, whose "
             "slices TRL gathers, or a model with tied embeddings"
+        )
+
+
+def refuse_axes(name: str, spec: GenerationSpec) -> None:
+    """Of a loop that is not written for stages of a pipeline, and uses the model's own names. Raises UsageError."""
+    if spec.pp > 1:
+        raise UsageError(
+            f"{name} and mesh: {{pp: {spec.pp}}} are not supported together: its loop asks for the model's "
+            "outputs, which the last stage alone has; call elastic.initialize with elastic.Pipeline(own_forward=True)"
+        )
+    if spec.engine == "deepspeed" and (spec.ep > 1 or spec.ep_changes):
+        raise UsageError(
+            f"{name} and mesh: {{ep: {spec.ep}}} are not supported together with DeepSpeed, whose AutoEP gives the "
+            "experts other names than the model has; with `engine: fsdp2` they are"
         )
 
 
@@ -93,56 +93,19 @@ def _head_apart(model: Any) -> bool:
 
 def engine_config(args: Any, spec: GenerationSpec, micro_batch: int) -> dict[str, Any]:
     """The engine's configuration: the job's, and from the arguments what it leaves open. `micro_batch`: samples in
-    per_device_train_batch_size.
-
-    A global batch of the job stands. Raises UsageError where both give the size of a micro-batch, the steps of
-    accumulation or a precision, and they differ. The job's `gradient_clipping` goes before max_grad_norm.
-    """
-    config = dict(spec.engine_config or {})
-    if spec.engine == "deepspeed":
-        _add_batch(config, args, micro_batch)
-    else:
-        config.setdefault("micro_batch", micro_batch)
-        if spec.batch.global_batch is None:
-            # Those that train on the same samples count as one.
-            cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
-            of_cell = micro_batch * args.gradient_accumulation_steps
-            config.setdefault("global_batch", of_cell * cells)
-    for key, name in _SAME.items():
-        given = micro_batch if name == "per_device_train_batch_size" else getattr(args, name)
-        if key in config and config[key] != given:
-            prompts = "" if given == getattr(args, name) else f" ({given} prompts)"
-            job = f"the job's `{spec.engine}`"
-            raise UsageError(f"{name} is {getattr(args, name)}{prompts}, and {key} in {job} is {config[key]}")
-    if args.max_grad_norm:
-        config.setdefault("gradient_clipping", float(args.max_grad_norm))
-    (_add_precision if spec.engine == "deepspeed" else _add_param_dtype)(config, args)
-    return config
-
-
-def _add_batch(config: dict[str, Any], args: Any, micro_batch: int) -> None:
-    if "train_batch_size" not in config:
-        config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
-    config.setdefault("train_micro_batch_size_per_gpu", micro_batch)
-
-
-def _add_param_dtype(config: dict[str, Any], args: Any) -> None:
-    """Masters stay in fp32, as with accelerate."""
-    if args.fp16:
-        raise UsageError("TrainingArguments.fp16 needs a loss scaler, which engine fsdp2 does not have; set bf16")
-    if args.bf16 and config.setdefault("param_dtype", "bfloat16") != "bfloat16":
-        raise UsageError(
-            f"TrainingArguments.bf16 is set, and param_dtype in the job's `fsdp2` is {config['param_dtype']}"
-        )
-
-
-def _add_precision(config: dict[str, Any], args: Any) -> None:
-    for name in ("bf16", "fp16"):
-        enabled = bool((config.get(name) or {}).get("enabled"))
-        if getattr(args, name) and not enabled:
-            if name in config:
-                raise UsageError(f"TrainingArguments.{name} is set, and the job's `deepspeed` switches {name} off")
-            config[name] = {"enabled": True}
+    per_device_train_batch_size. See `integrations.engine_config`."""
+    prompts = "" if micro_batch == args.per_device_train_batch_size else f" ({micro_batch} prompts)"
+    asked = Asked(
+        micro_batch=micro_batch,
+        accumulation=args.gradient_accumulation_steps,
+        said_micro_batch=f"per_device_train_batch_size is {args.per_device_train_batch_size}{prompts}",
+        said_accumulation=f"gradient_accumulation_steps is {args.gradient_accumulation_steps}",
+        owner="TrainingArguments",
+        bf16=args.bf16,
+        fp16=args.fp16,
+        clipping=float(args.max_grad_norm) if args.max_grad_norm else None,
+    )
+    return completed(asked, spec)
 
 
 def compile_model(args: Any, model: Any) -> None:

@@ -21,8 +21,9 @@ import torch
 
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.errors import UsageError
+from elastic.integrations.engine_config import spec_of_generation
 from elastic.integrations.rollouts import Counts, Figures, alone, copied, counted_as, later, one_step
-from elastic.integrations.transformers import Trainer, spec_of_generation
+from elastic.integrations.transformers import Trainer
 from elastic.integrations.transformers_state import number
 from elastic.training import api, rng
 from elastic.training.data.loader import ElasticLoader

@@ -256,6 +256,17 @@ class ElasticEngine:
         norm = self._open().native.get_global_grad_norm()
         return None if norm is None else float(norm)
 
+    def clip(self, largest: float) -> None:
+        """From the next update of this generation on gradients are clipped to this L2 norm; 0: not at all. Raises
+        UsageError where the engine cannot, or a parameter server makes the updates."""
+        travels = self._scope.spec.communication
+        if travels is not None and travels.semantics == "async":
+            raise UsageError(
+                "with communication: {semantics: async} a parameter server makes the updates, as the configuration's "
+                "gradient_clipping says: give it there"
+            )
+        self._open().clip(largest)
+
     def gradient_accumulation_steps(self) -> int:
         """Batches of a step on this rank, at this world size.
 

@@ -27,7 +27,7 @@ def _config(stage: int, url: Path, **more: Any) -> dict[str, Any]:
 def test_survivors_of_a_killed_rank_go_on_in_the_same_processes(crew: Crew, tmp_path: Path, stage: int) -> None:
     config = _config(stage, tmp_path, victim=1, at=3)
     pids = [member.process.pid for member in crew.members]
-    crew.begin([0, 1, 2], "train_until_fault", config, batch=BATCH, checkpoint_every_steps=2)
+    crew.begin([0, 1, 2], "misbehaving.train_until_fault", config, batch=BATCH, checkpoint_every_steps=2)
     for number in (0, 1, 2):
         crew.reached(number, "there")
     crew.reached(0, "committed step 2")
@@ -47,7 +47,7 @@ def test_survivors_of_a_killed_rank_go_on_in_the_same_processes(crew: Crew, tmp_
 @pytest.mark.parametrize("stage", [2, 3])
 def test_abort_releases_ranks_that_a_frozen_peer_blocks(crew: Crew, tmp_path: Path, stage: int) -> None:
     config = _config(stage, tmp_path, victim=0, at=2)
-    crew.begin([0, 1, 2], "train_until_fault", config, batch=BATCH)
+    crew.begin([0, 1, 2], "misbehaving.train_until_fault", config, batch=BATCH)
     for number in (0, 1, 2):
         crew.reached(number, "there")
     crew.members[0].signal(signal.SIGSTOP)
@@ -109,7 +109,7 @@ def test_abort_releases_ranks_that_hold_a_half_done_transfer(crew: Crew, tmp_pat
 
 def test_a_killed_rank_is_named_by_the_ranks_that_see_it(crew: Crew, tmp_path: Path) -> None:
     config = _config(2, tmp_path, victim=2, at=1)
-    crew.begin([0, 1, 2], "train_until_fault", config, batch=BATCH)
+    crew.begin([0, 1, 2], "misbehaving.train_until_fault", config, batch=BATCH)
     for number in (0, 1, 2):
         crew.reached(number, "there")
     crew.members[2].signal(signal.SIGKILL)
@@ -151,10 +151,10 @@ def test_rebuilding_leaks_nothing(crew: Crew, tmp_path: Path, stage: int) -> Non
 
 
 def test_a_failing_rank_is_told_before_its_groups_close(crew: Crew, tmp_path: Path) -> None:
-    crew.begin([0, 1, 2], "train_raises", _config(2, tmp_path, victim=1, at=2), batch=BATCH)
+    crew.begin([0, 1, 2], "misbehaving.train_raises", _config(2, tmp_path, victim=1, at=2), batch=BATCH)
     result = crew.outcome(1).result
     assert (result.kind, result.error_type, result.step) == ("user_error", "builtins.ZeroDivisionError", 2)
-    assert "train_raises" in result.traceback
+    assert "misbehaving.train_raises" in result.traceback
     for number in (0, 2):
         crew.abort(number, "rank 1 raised")
         assert crew.outcome(number).result.kind in ("ended", "collective_failed")
@@ -163,14 +163,14 @@ def test_a_failing_rank_is_told_before_its_groups_close(crew: Crew, tmp_path: Pa
 @pytest.mark.parametrize(
     ("fn", "kind", "words"),
     [
-        ("returns_in_a_step", "usage_error", "returned in the middle of step 1"),
-        ("skips_step", "usage_error", "before engine.step()"),
-        ("steps_without_backward", "usage_error", "without engine.backward"),
-        ("calls_backward_twice", "usage_error", "twice for one batch"),
-        ("keeps_a_tensor", "usage_error", "elastic.state['weights']"),
-        ("initializes_twice", "usage_error", "called twice"),
-        ("exits", "user_error", "enough"),
-        ("swallows_everything", "ended", "planned at step 2"),
+        ("misbehaving.returns_in_a_step", "usage_error", "returned in the middle of step 1"),
+        ("misbehaving.skips_step", "usage_error", "before engine.step()"),
+        ("misbehaving.steps_without_backward", "usage_error", "without engine.backward"),
+        ("misbehaving.calls_backward_twice", "usage_error", "twice for one batch"),
+        ("misbehaving.keeps_a_tensor", "usage_error", "elastic.state['weights']"),
+        ("misbehaving.initializes_twice", "usage_error", "called twice"),
+        ("misbehaving.exits", "user_error", "enough"),
+        ("misbehaving.swallows_everything", "ended", "planned at step 2"),
     ],
 )
 def test_how_user_code_can_go_wrong(crew: Crew, tmp_path: Path, fn: str, kind: str, words: str) -> None:

@@ -165,7 +165,7 @@ def test_a_newcomer_that_is_lost_while_the_engine_is_rebuilt(crew: Crew, tmp_pat
     store = CheckpointStore(str(tmp_path / "moved"), "run")
     begun = crew.run([0, 1], "train_in_loop", config, end_at=2, **more)
     _assert_ended(begun, "ended", 2)
-    crew.begin([0, 1, 2], "stays_before_it_initializes", config, checkpoint=store.list()[0].id, **more)
+    crew.begin([0, 1, 2], "setting_up.stays_before_it_initializes", config, checkpoint=store.list()[0].id, **more)
     crew.reached(2, "there")
     for number in (0, 1):
         crew.in_collective(number)
@@ -189,7 +189,7 @@ def test_a_newcomer_that_is_lost_while_the_engine_is_rebuilt(crew: Crew, tmp_pat
 def test_nothing_of_an_evaluation_is_invented(crew: Crew, tmp_path: Path) -> None:
     config = {"stage": 1, "in_loop": True, "url": str(tmp_path)}
     more: dict[str, Any] = {"batch": BATCH, "checkpoint_every_steps": 1}
-    crew.begin([0, 1], "evaluates_for_ever", config, **more)
+    crew.begin([0, 1], "misbehaving.evaluates_for_ever", config, **more)
     for number in (0, 1):
         crew.reached(number, "there")
     crew.reached(0, "committed step 1")
@@ -199,7 +199,7 @@ def test_nothing_of_an_evaluation_is_invented(crew: Crew, tmp_path: Path) -> Non
         assert crew.outcome(number).result.kind == "ended"
         assert "left: it was not asking for its next batch: an evaluation, say" in crew.members[number].points
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
-    again = crew.run([0, 1], "evaluates_for_ever", config, checkpoint=newest.id, **more)
+    again = crew.run([0, 1], "misbehaving.evaluates_for_ever", config, checkpoint=newest.id, **more)
     _assert_ended(again, "finished", LAST_STEP)
 
 
@@ -217,13 +217,13 @@ def test_deepspeeds_adam_updates_alike_on_a_newcomer(crew: Crew, tmp_path: Path)
 
 def test_a_function_that_holds_the_native_engine_is_called_again(crew: Crew, tmp_path: Path) -> None:
     config = {"stage": 2, "in_loop": True, "url": str(tmp_path)}
-    ended = crew.run([0, 1], "keeps_the_native_engine", config, batch=BATCH, end_at=2)
+    ended = crew.run([0, 1], "misbehaving.keeps_the_native_engine", config, batch=BATCH, end_at=2)
     _assert_ended(ended, "ended", 2)
     assert all(outcome.clean for outcome in ended)
     reason = "left: it has used engine.deepspeed, which belongs to one generation"
     assert all(reason in crew.members[number].points for number in (0, 1))
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
-    again = crew.run([0, 1], "keeps_the_native_engine", config, checkpoint=newest.id, batch=BATCH)
+    again = crew.run([0, 1], "misbehaving.keeps_the_native_engine", config, checkpoint=newest.id, batch=BATCH)
     _assert_ended(again, "finished", LAST_STEP)
 
 
@@ -244,10 +244,10 @@ def test_a_worker_that_joins_waits_for_nobody_in_collectives_of_its_own(
     """It joins in the second epoch; the others are in their loop, unless the function must be called again on all."""
     config = {"stage": 1, "in_loop": True, "url": str(tmp_path), "place": place, "by": by}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
-    _assert_ended(crew.run([0, 1], "joins_in", config, end_at=6, **more), "ended", 6)
+    _assert_ended(crew.run([0, 1], "setting_up.joins_in", config, end_at=6, **more), "ended", 6)
     points = [list(crew.members[number].points) for number in (0, 1)]
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
-    grown = crew.run([0, 1, 2], "joins_in", config, checkpoint=newest.id, **more)
+    grown = crew.run([0, 1, 2], "setting_up.joins_in", config, checkpoint=newest.id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
     # In its set-up others could be given what they gave, but for their number.
     reason = "all_reduce in its set-up was among 2 ranks" if place == "set-up" else "takes part in collectives"
@@ -304,9 +304,9 @@ def test_functions_that_count_steps_by_themselves_end_together(crew: Crew, tmp_p
     """The counter of a worker that joins begins later. Seen: its next collective met the last save of the others."""
     config = {"url": str(tmp_path), "by": by, "steps": steps, "in_loop": True}
     more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3}
-    crew.run([0, 1], "ends_by_itself", config, end_at=3, **more)
+    crew.run([0, 1], "counting.ends_by_itself", config, end_at=3, **more)
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
-    for outcome in crew.run([0, 1, 2], "ends_by_itself", config, checkpoint=newest.id, **more):
+    for outcome in crew.run([0, 1, 2], "counting.ends_by_itself", config, checkpoint=newest.id, **more):
         ended = (outcome.result.kind, outcome.result.step, outcome.result.completed)
         assert ended == ("finished", steps, True), outcome.result.traceback
         assert [report.step for report in outcome.reports] == list(range(4, steps + 1))
@@ -320,7 +320,7 @@ def test_a_save_by_a_counter_is_that_of_rank_0(crew: Crew, tmp_path: Path, every
     config = {"url": str(tmp_path), "every": every, "in_loop": True}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
     store = CheckpointStore(str(tmp_path), "run")
-    crew.run([0, 1], "saves_by_a_counter", config, end_at=4, **more)
-    grown = crew.run([0, 1, 2], "saves_by_a_counter", config, checkpoint=store.list()[0].id, **more)
+    crew.run([0, 1], "counting.saves_by_a_counter", config, end_at=4, **more)
+    grown = crew.run([0, 1, 2], "counting.saves_by_a_counter", config, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
     assert sorted(each.step for each in store.list()) == steps

@@ -13,16 +13,18 @@ from elastic.checkpoint.storage import CheckpointStore
 
 pytestmark = pytest.mark.processes
 
+COUNTS = "counting.counts_by_itself"
+
 
 @pytest.mark.parametrize("by", ["counter", "context"])
 def test_a_counter_that_begins_anew_is_named_before_it_does_harm(crew: Crew, tmp_path: Path, by: str) -> None:
     """Seen: a resumed run went through its warm-up again, without a word."""
     config, more = {"url": str(tmp_path), "by": by}, {"batch": BATCH, "max_world_size": 3}
-    first = crew.run([0, 1], "counts_by_itself", config, end_at=6, **more)
+    first = crew.run([0, 1], COUNTS, config, end_at=6, **more)
     assert [outcome.result.kind for outcome in first] == ["ended"] * 2
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
     # All ranks begin anew, as they do when a run is resumed: they agree with each other.
-    again = crew.run([0, 1], "counts_by_itself", config, checkpoint=newest.id, **more)
+    again = crew.run([0, 1], COUNTS, config, checkpoint=newest.id, **more)
     for outcome in again:
         assert (outcome.result.kind, outcome.result.step) == ("finished", LAST_STEP), outcome.result.traceback
         named = [said for said in outcome.told["warnings"] if "count by elastic.get_context().step" in said]
@@ -38,12 +40,12 @@ def test_a_worker_that_joins_with_another_rate_is_refused(crew: Crew, tmp_path: 
     joined: a hundred generations, and never an end."""
     config = {"url": str(tmp_path), "by": "counter", "in_loop": True}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1}
-    crew.run([0, 1], "counts_by_itself", config, end_at=6, **more)
+    crew.run([0, 1], COUNTS, config, end_at=6, **more)
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
-    for outcome in crew.run([0, 1, 2], "counts_by_itself", config, checkpoint=newest.id, **more):
+    for outcome in crew.run([0, 1, 2], COUNTS, config, checkpoint=newest.id, **more):
         assert (outcome.result.kind, outcome.result.step) == ("collective_failed", 6), outcome.result
         assert "or than other ranks have" in outcome.result.message
-    for outcome in crew.run([0, 1, 2], "counts_by_itself", config, checkpoint=newest.id, **more):
+    for outcome in crew.run([0, 1, 2], COUNTS, config, checkpoint=newest.id, **more):
         assert (outcome.result.kind, outcome.result.step) == ("usage_error", 6), outcome.result
         assert "as the run's first step" in outcome.result.message
         assert "or begin the counter with it" in outcome.result.message
@@ -52,9 +54,9 @@ def test_a_worker_that_joins_with_another_rate_is_refused(crew: Crew, tmp_path: 
 def test_rates_that_come_apart_later_are_not_saved(crew: Crew, tmp_path: Path) -> None:
     config = {"url": str(tmp_path), "by": "counter", "in_loop": True, "drop": 7}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1}
-    crew.run([0, 1], "counts_by_itself", config, end_at=6, **more)
+    crew.run([0, 1], COUNTS, config, end_at=6, **more)
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
-    for outcome in crew.run([0, 1, 2], "counts_by_itself", config, checkpoint=newest.id, **more):
+    for outcome in crew.run([0, 1, 2], COUNTS, config, checkpoint=newest.id, **more):
         assert (outcome.result.kind, outcome.result.step) == ("collective_failed", 8), outcome.result
         assert "hyper-parameters of group 0 on rank 2 differs" in outcome.result.traceback
         assert "count by elastic.get_context().step" in outcome.result.traceback
@@ -68,11 +70,11 @@ def test_a_counter_that_is_ahead_begins_anew_on_all_ranks(crew: Crew, tmp_path: 
     4, and a line in the worker's output."""
     config = {"url": str(tmp_path), "by": by, "in_loop": True}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1}
-    _assert_kinds(crew.run([0, 1], "counts_by_itself", config, end_at=3, **more), "ended")
+    _assert_kinds(crew.run([0, 1], COUNTS, config, end_at=3, **more), "ended")
     second = {entry.step: entry.id for entry in CheckpointStore(str(tmp_path), "run").list()}[2]
-    _assert_kinds(crew.run([0, 1, 2], "counts_by_itself", config, checkpoint=second, **more), "collective_failed")
+    _assert_kinds(crew.run([0, 1, 2], COUNTS, config, checkpoint=second, **more), "collective_failed")
     _assert_left(crew, "it sets learning rates from a counter of its own")
-    again = crew.run([0, 1, 2], "counts_by_itself", config, checkpoint=second, **more)
+    again = crew.run([0, 1, 2], COUNTS, config, checkpoint=second, **more)
     _assert_kinds(again, "usage_error" if by == "counter" else "finished")
     rates = [report.learning_rates[0] for report in again[0].reports]
     assert rates == pytest.approx([0.01 * min(1.0, step / 5) for step in range(3, LAST_STEP + 1)] * (by == "begun"))
@@ -94,9 +96,9 @@ def test_a_loop_that_counts_the_batches_of_a_step_begins_anew_with_another_count
     `next` ended it as "cannot continue as it is written"."""
     config = {"url": str(tmp_path), "in_loop": True}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
-    _assert_kinds(crew.run([0], "counts_batches", config, end_at=2, **more), "ended")
+    _assert_kinds(crew.run([0], "counting.counts_batches", config, end_at=2, **more), "ended")
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
-    grown = crew.run([0, 1, 2], "counts_batches", config, checkpoint=newest.id, **more)
+    grown = crew.run([0, 1, 2], "counting.counts_batches", config, checkpoint=newest.id, **more)
     _assert_kinds(grown, "finished")
     for outcome in grown:
         rates = [report.learning_rates[0] for report in outcome.reports]

@@ -47,7 +47,7 @@ def test_within_an_epoch_it_goes_on_where_the_others_are(crew: Crew, tmp_path: P
 def test_over_the_end_of_an_epoch_it_begins_anew(crew: Crew, tmp_path: Path) -> None:
     """Seen: in its loop it came to the collective after that epoch, in which the others had been long ago."""
     config = {"stage": 2, "in_loop": True, "url": str(tmp_path), "place": "after", "by": "elastic.epochs"}
-    through(crew, "joins_in", config, (2, 6))
+    through(crew, "setting_up.joins_in", config, (2, 6))
     assert left(crew) == [[], [], ["left: it has stood by while the others came to the end of an epoch"]]
 
 

@@ -6,10 +6,7 @@ import gc
 import logging
 import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,11 +14,9 @@ import crew
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
 
 import elastic
 from elastic.comm.sockets import tcp_sockets
-from elastic.training.in_loop import ahead
 
 
 class Small(nn.Module):
@@ -323,143 +318,6 @@ def train_in_loop(config: dict[str, Any]) -> None:
     crew.told.update(passed, starts=elastic.state["starts"])
 
 
-def asks_nothing() -> Any:
-    return None
-
-
-def asks_in_a_thread() -> Any:
-    """The answer comes when the training thread has its generation."""
-    answers: list[int] = []
-    threads.append(threading.Thread(target=lambda: answers.append(elastic.get_context().rank)))
-    threads[-1].start()
-    return answers
-
-
-def copies_in_a_thread() -> None:
-    """As botocore does for a credential; seen: the training thread waited for it, and it for the training thread."""
-    thread = threading.Thread(target=os.environ.copy, daemon=True)
-    thread.start()
-    thread.join()
-
-
-def asks_in_a_thread_that_is_waited_for() -> Any:
-    ahead._STUCK_S = 1.0
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: elastic.get_context().rank).result()
-
-
-def asks_deepspeed() -> int:
-    import deepspeed
-
-    return deepspeed.comm.get_rank() if deepspeed.comm.is_initialized() else 0
-
-
-def asks_deepspeed_to_begin() -> int:
-    import deepspeed
-
-    deepspeed.init_distributed()
-    return deepspeed.comm.get_rank()
-
-
-threads: list[threading.Thread] = []
-# What a script's set-up may ask for its rank.
-ASKS: dict[str, Callable[[], Any]] = {
-    "nothing": asks_nothing,
-    "variable": lambda: int(os.environ["RANK"]),
-    "world size": lambda: (int(os.environ["WORLD_SIZE"]), dist.get_world_size())[1],
-    "variable, with a default": lambda: int(os.environ.get("RANK", 0)),
-    "whether there is a variable": lambda: int(os.environ["RANK"]) if "RANK" in os.environ else 0,
-    "torch": lambda: dist.get_rank() if dist.is_initialized() else 0,
-    "deepspeed.comm": asks_deepspeed,
-    "deepspeed.init_distributed": asks_deepspeed_to_begin,
-    "elastic": lambda: elastic.get_context().rank,
-    "elastic, for its step": lambda: elastic.get_context().step,
-    "a thread": asks_in_a_thread,
-    "not, and copies all variables": copies_in_a_thread,
-    "a thread that is waited for": asks_in_a_thread_that_is_waited_for,
-}
-
-
-def sets_up_ahead(config: dict[str, Any]) -> None:
-    """As `train`, with what set-up asks."""
-    import deepspeed
-
-    crew.told["calls"] = crew.told.get("calls", 0) + 1
-    model = Small(0.1)
-    crew.point("set up")
-    if config.get("raises", 0) >= crew.told["calls"]:
-        raise ValueError("the set-up has failed")
-    crew.told["rank"] = ASKS[config.get("asks", "nothing")]()
-    crew.point("asked")
-    made = deepspeed.initialize if config.get("native") else elastic.initialize
-    data: Any = Numbers(37, torch.float32)
-    if config.get("prepares"):
-        data = elastic.prepare_data_loader(DataLoader(data, batch_size=2, shuffle=True))
-        crew.point("prepared")
-    engine, _, loader, _ = made(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
-        training_data=data,
-        config=deepspeed_config(config),
-    )
-    assert not config.get("prepares") or data.loader is loader
-    elastic.state["starts"] = crew.told["starts"] = 1
-    for _ in elastic.epochs():
-        for batch in loader:
-            one_pass(engine, batch)
-    while threads:
-        threads.pop().join()
-
-
-def needs_nothing(config: dict[str, Any]) -> None:
-    crew.told["calls"] = crew.told.get("calls", 0) + 1
-
-
-def evaluates_for_ever(config: dict[str, Any]) -> None:
-    """After step 2 of a run that has not resumed, until the generation ends."""
-    engine, loader = build(config)
-    for _ in elastic.epochs():
-        for x, y in loader:
-            one_pass(engine, (x, y))
-            if elastic.get_context().step == 2 and not elastic.get_context().resumed:
-                engine.eval()
-                crew.point("there")
-                while True:
-                    engine(x)
-
-
-def joins_in(config: dict[str, Any]) -> None:
-    """Has a collective of its own at `config["place"]`; `config["by"]` says how it comes by its epochs."""
-    places: dict[str, Callable[[], Any]] = {config["place"]: lambda: dist.all_reduce(torch.ones(1))}
-    nothing = str
-    places.get("set-up", nothing)()
-    engine, loader = build(config)
-    if config["place"] == "save":
-        places["after"] = lambda: engine.save_checkpoint("a folder")
-    for _ in elastic.epochs() if config["by"] == "elastic.epochs" else range(2):
-        places.get("before", nothing)()
-        batches = iter(loader)
-        for batch in batches:
-            one_pass(engine, batch)
-            places.get("within", nothing)()
-        del batches
-        places.get("after", nothing)()
-
-
-def keeps_the_native_engine(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    native = engine.deepspeed
-    for _ in elastic.epochs():
-        for batch in loader:
-            one_pass(engine, batch)
-            assert native.global_steps == engine.global_steps
-
-
-def stays_before_it_initializes(config: dict[str, Any]) -> None:
-    crew.point("there")
-    crew.stay()
-
-
 class Average:
     """An average of the weights outside of the model, as many libraries have it."""
 
@@ -520,75 +378,6 @@ def train_with_own_objects(config: dict[str, Any]) -> None:
     )
 
 
-def train_until_fault(config: dict[str, Any]) -> None:
-    """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; all tell when they get there."""
-    engine, loader = build(config)
-    for _ in elastic.epochs():
-        for x, y in loader:
-            loss = nn.functional.mse_loss(engine(x), y)
-            if engine.global_steps == config["at"]:
-                crew.point("there")
-                if elastic.get_context().rank == config["victim"]:
-                    crew.stay()
-            engine.backward(loss)
-            engine.step()
-
-
-def train_raises(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    for _ in elastic.epochs():
-        for batch in loader:
-            one_pass(engine, batch)
-            context = elastic.get_context()
-            if (context.step, context.rank) == (config["at"], config["victim"]):
-                raise ZeroDivisionError("the user's own mistake")
-
-
-def returns_in_a_step(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    for batch in loader:
-        inside = not engine.is_gradient_accumulation_boundary()
-        one_pass(engine, batch)
-        if elastic.get_context().step == 1 and inside:
-            break
-
-
-def skips_step(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    for x, y in loader:
-        engine.backward(nn.functional.mse_loss(engine(x), y))
-
-
-def steps_without_backward(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    for x, _ in loader:
-        engine(x)
-        engine.step()
-
-
-def keeps_a_tensor(config: dict[str, Any]) -> None:
-    build(config)
-    elastic.state["weights"] = torch.zeros(3)
-
-
-def initializes_twice(config: dict[str, Any]) -> None:
-    build(config)
-    build(config)
-
-
-def exits(config: dict[str, Any]) -> None:
-    raise SystemExit("enough")
-
-
-def swallows_everything(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    try:
-        for batch in loader:
-            one_pass(engine, batch)
-    except BaseException:  # noqa: BLE001 - what a careless user writes
-        return
-
-
 def train_and_tell(config: dict[str, Any]) -> None:
     """Epoch by epoch, with evaluation between steps, metrics, and what a user may ask the engine."""
     engine, loader = build(config)
@@ -614,15 +403,6 @@ def train_and_tell(config: dict[str, Any]) -> None:
         device=str(engine.device),
         local_rank=engine.local_rank,
     )
-
-
-def calls_backward_twice(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    for x, y in loader:
-        out = engine(x)
-        engine.backward(nn.functional.mse_loss(out[:, :1], y[:, :1]), retain_graph=True)
-        engine.backward(nn.functional.mse_loss(out[:, 1:], y[:, 1:]))
-        engine.step()
 
 
 def train_on_a_bad_sample(config: dict[str, Any]) -> None:
@@ -695,71 +475,6 @@ def keep_the_contract(config: dict[str, Any]) -> None:
     engine_contract.hold(generation.kind, resolved, generation.scope.device)
 
 
-def counts_by_itself(config: dict[str, Any]) -> None:
-    """The learning rate of each step follows from a variable of this function, which begins with 0 or with the run's
-    step, or from the latter itself."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("elastic").addHandler(handler)
-    model, optimizer, engine, loader = _without_schedule()
-    counter = elastic.get_context().step if config["by"] == "begun" else 0
-    try:
-        for _ in elastic.epochs():
-            for batch in loader:
-                step = elastic.get_context().step if config["by"] == "context" else counter
-                drop = config.get("drop")
-                optimizer.param_groups[0]["lr"] = 0.01 * (
-                    min(1.0, (step + 1) / 5) if drop is None else 1 + (step >= drop)
-                )
-                before = model.second.weight.detach().clone()
-                one_pass(engine, batch)
-                if torch.equal(before, model.second.weight):
-                    continue
-                counter += 1
-    finally:
-        crew.told.update(warnings=said)
-        logging.getLogger("elastic").removeHandler(handler)
-
-
-def counts_batches(config: dict[str, Any]) -> None:
-    """A loop over steps around one over the batches of each, which it takes by itself; it never ends."""
-    _, optimizer, engine, loader = _without_schedule()
-    batches = (batch for _ in elastic.epochs() for batch in loader)
-    while True:
-        optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (elastic.get_context().step + 1) / 5)
-        for _ in range(engine.gradient_accumulation_steps()):
-            one_pass(engine, next(batches))
-
-
-def ends_by_itself(config: dict[str, Any]) -> None:
-    """Steps by a variable of this function, which begins with 0; batches by `next`, or in a loop that is left. Its own
-    last save follows."""
-    _, _, engine, loader = _without_schedule()
-    counter, batches = 0, (batch for _ in elastic.epochs() for batch in loader)
-    while counter < config["steps"]:
-        for batch in [next(batches)] if config["by"] == "next" else loader:
-            last = engine.is_gradient_accumulation_boundary()
-            one_pass(engine, batch)
-            counter += last
-            if last and counter == config["steps"]:
-                break
-    engine.save_checkpoint("by the script")
-
-
-def saves_by_a_counter(config: dict[str, Any]) -> None:
-    """As HelloDeepSpeed does, at every `config["every"]` of its own steps."""
-    _, _, engine, loader = _without_schedule()
-    counter = 0
-    for _ in elastic.epochs():
-        for batch in loader:
-            last = engine.is_gradient_accumulation_boundary()
-            one_pass(engine, batch)
-            counter += last
-            if last and counter % config["every"] == 0:
-                assert engine.save_checkpoint("of its own", client_state={"counter": counter})
-
-
 def by_deepspeeds_adam(config: dict[str, Any]) -> None:
     """DeepSpeed's own Adam, in stage 0, where every rank updates all weights."""
     adam = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.999]}}
@@ -773,18 +488,6 @@ def by_deepspeeds_adam(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for batch in loader:
             one_pass(engine, batch)
-
-
-def _without_schedule() -> tuple[Any, Any, Any, Any]:
-    model = Small(0.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine, _, loader, _ = elastic.initialize(
-        model=model,
-        optimizer=optimizer,
-        training_data=Numbers(37, torch.float32),
-        config=deepspeed_config({"stage": 1, "schedule": False}),
-    )
-    return model, optimizer, engine, loader
 
 
 def tells_what_is_owed(config: dict[str, Any]) -> None:

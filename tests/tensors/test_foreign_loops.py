@@ -39,7 +39,8 @@ def library(monkeypatch: pytest.MonkeyPatch, module: str, name: str, method: str
     ("module", "name", "method", "words"),
     [
         ("transformers.trainer", "Trainer", "train", "from elastic.integrations.transformers import Trainer"),
-        ("accelerate.accelerator", "Accelerator", "prepare", "elastic.initialize"),
+        ("accelerate.accelerator", "Accelerator", "prepare", "from elastic.integrations.accelerate import Accelerator"),
+        ("accelerate.local_sgd", "LocalSGD", "__init__", "communication: {semantics: local}"),
         ("lightning.pytorch.trainer.trainer", "Trainer", "__init__", "Lightning's Trainer"),
     ],
 )
@@ -83,7 +84,7 @@ def test_accelerate_may_share_out_the_data_of_an_evaluation(monkeypatch: pytest.
     foreign_loops.refuse("deepspeed")
     loader = torch.utils.data.DataLoader([1, 2])
     made().prepare(loader)
-    with pytest.raises(UsageError, match=r"by `engine.step\(\)`; a DataLoader for evaluation"):
+    with pytest.raises(UsageError, match=r"elastic\.integrations\.accelerate.*a DataLoader for evaluation"):
         made().prepare(torch.nn.Linear(1, 1), loader)
 
 
@@ -239,7 +240,11 @@ class TestArguments:
                 self.arguments(),
                 "per_device_train_batch_size is 4, and micro_batch in the job's `fsd",
             ),
-            ({"param_dtype": "float32"}, in_bf16, "bf16 is set, and param_dtype in the job's `fsdp2` is float32"),
+            (
+                {"param_dtype": "float32"},
+                in_bf16,
+                "has bf16, and param_dtype in the job's `fsdp2` is float32",
+            ),
             ({}, SimpleNamespace(**{**vars(self.arguments()), "fp16": True}), "fp16 needs a loss scaler"),
         ):
             with pytest.raises(UsageError, match=words):

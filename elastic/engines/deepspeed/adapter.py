@@ -171,6 +171,17 @@ class DeepSpeedAdapter:
 
         native._take_model_step = taking
 
+    def clip(self, largest: float) -> None:
+        if largest and not self._has_norm():
+            raise UsageError(
+                f"gradients cannot be clipped to {largest}: with compute_grad_norm: false, and in stage 0 where ranks "
+                "share layers or experts, DeepSpeed has no norm of the whole gradient; use another ZeRO stage"
+            )
+        # The engine's in stage 0 with fp32; of the others each optimizer has been given its own.
+        self.native._config.gradient_clipping = largest
+        if hasattr(self.native.optimizer, "clip_grad"):
+            self.native.optimizer.clip_grad = largest
+
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         if not self._last:
             self.native.step(*inputs, **named)
@@ -187,6 +198,11 @@ class DeepSpeedAdapter:
         self.native.global_samples = consumed
         began_s, self._began_s = self._began_s, None
         return self._outcome(norm, began_s)
+
+    def _has_norm(self) -> bool:
+        native = self.native
+        shared = native.autotp_size() > 1 or native.has_moe_layers
+        return bool(native.zero_compute_grad_norm() and not (shared and native.zero_optimization_stage() == 0))
 
     def _outcome(self, norm: float | torch.Tensor | None, began_s: float | None) -> StepOutcome:
         """Of the step just made; `began_s`: what the ledger showed when it began."""

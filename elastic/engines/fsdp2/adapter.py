@@ -229,6 +229,9 @@ class Fsdp2Adapter:
     def scale_rates(self, factor: Callable[[], float]) -> None:
         self._rate_factor = factor
 
+    def clip(self, largest: float) -> None:
+        self._clipping = largest
+
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         """Raises UsageError for arguments: torch's optimizers take a closure, which would run the step again."""
         if inputs or named:

@@ -254,7 +254,8 @@ class FunctionCall:
         self._own.by_step = True
 
     def batch_over(self, own: int, last: bool) -> None:
-        if self._handles is None or not self._handles.engine.followers:
+        # transformers' Trainer is a loop of the platform's.
+        if self._handles is None or "transformers" not in self._handles.engine.followers:
             self._own.batch_over(own, last)
         if last:
             self._made = max(self._made, self._current.generation.scope.step)

@@ -85,7 +85,7 @@ def left() -> None:
     _engine, _mesh = None, Mesh(1)
 
 
-def _save_state(accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
+def save_state(accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
     """It has no model and no optimizer to save: they were not prepared. Returns `output_dir`, as accelerate's."""
     engine = None if _engine is None else _engine()
     if engine is None:
@@ -99,7 +99,7 @@ def _save_state(accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) ->
     return output_dir
 
 
-def _load_state(accelerator: Any, *_: Any, **__: Any) -> None:
+def load_state(accelerator: Any, *_: Any, **__: Any) -> None:
     warn_once(
         logger,
         "accelerator.load_state: nothing is loaded, elastic.initialize restores the newest checkpoint of the run; "
@@ -215,5 +215,5 @@ def _from_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 when_imported("accelerate.data_loader", _noted)
 when_imported("accelerate.accelerator", _once, "each sample once")
-for _method, _answer in {"save_state": _save_state, "load_state": _load_state}.items():
+for _method, _answer in {"save_state": save_state, "load_state": load_state}.items():
     foreign_loops.answer("accelerate.accelerator", "Accelerator", _method, _answer)

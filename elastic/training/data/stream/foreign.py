@@ -71,6 +71,11 @@ def is_hugging_face(data: Any) -> bool:
     )
 
 
+def passes_of(data: Any) -> Stream:
+    """As libraries read what has no length: each pass over it is an epoch. Raises UsageError, as `streamed`."""
+    return stream(hugging_face(data), repeat=False) if is_hugging_face(data) else streamed(data)
+
+
 def streamed(data: Any) -> Stream:
     """The stream of training data without random access. Raises UsageError for what cannot be shared out or resumed."""
     if isinstance(data, Stream):

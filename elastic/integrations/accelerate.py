@@ -1,0 +1,312 @@
+"""`Accelerator` of accelerate, elastic: the script's loop stays as it is.
+
+    from elastic.integrations.accelerate import Accelerator      # instead of: from accelerate import Accelerator
+
+`prepare` of model, optimizer and training data is `elastic.initialize`. The global batch is that of the DataLoader,
+times `gradient_accumulation_steps`, times `max_workers`, at every number of workers. Everything else, evaluations,
+`gather`, trackers, is accelerate's own. Checkpoints are the platform's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from elastic.core.errors import UsageError
+from elastic.integrations import accelerate_arguments as arguments
+from elastic.integrations.accelerate_objects import PreparedLoader, PreparedOptimizer, PreparedScheduler, Updates
+from elastic.integrations.engine_config import spec_of_generation, workers_planned
+from elastic.integrations.transformers_arguments import refuse_axes
+from elastic.integrations.transformers_weights import everywhere
+from elastic.training import api
+from elastic.training.data.stream.foreign import passes_of
+from elastic.training.engine import ElasticEngine
+from elastic.training.in_loop.ahead import asker, spec_alone
+from elastic.training.user import accelerate_calls
+from elastic.training.watch.once import warn_once
+
+try:
+    import accelerate
+    from accelerate.state import DistributedType, GradientState, PartialState
+    from accelerate.utils import recursively_apply
+except ImportError as error:
+    raise UsageError(
+        "elastic.integrations.accelerate needs accelerate: install the extra `hf` of ray-elastic"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+_NAME = "elastic.integrations.accelerate.Accelerator"
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """See the module. Raises UsageError, by name, for arguments and calls that an elastic run cannot honour."""
+
+    # Known to `foreign_loops`, which refuses the others.
+    _is_elastic = True
+    # Of accelerate's own constructor.
+    state: Any
+    device: torch.device
+    distributed_type: Any
+    gradient_state: Any
+    updates: Updates | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = arguments.given(accelerate.Accelerator, args, kwargs)
+        arguments.refuse(given)
+        self._precision = arguments.precision(given)
+        # What accelerate keeps for the process is of the function's last call.
+        GradientState._reset_state()
+        # On CPUs accelerate would take each rank for a run of its own otherwise. The engine's precision counts.
+        cpu = api.get_context().device.type == "cpu"
+        super().__init__(**{**given, "mixed_precision": "no", "cpu": cpu})
+        arguments.refuse_type(self.distributed_type)
+
+    # -- preparing -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """accelerate's. With a model that is trained: its optimizer and its DataLoader in the same call. Of several
+        DataLoaders the training's is the first that shuffles, else the first; the others are evaluated on."""
+        trained = [each for each in args if isinstance(each, torch.nn.Module) and _is_trained(each)]
+        made = self._initialize(args, trained) if trained else {}
+        places = device_placement or [None] * len(args)
+        prepared = tuple(
+            made[id(each)] if id(each) in made else self._beside(each, place)
+            for each, place in zip(args, places, strict=True)
+        )
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def prepare_model(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
+
+    def prepare_optimizer(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        spec = spec_alone() or spec_of_generation()
+        prepared = PreparedScheduler(scheduler, self, 1 if self.split_batches else workers_planned(spec))
+        self._schedulers.append(prepared)
+        api.state.register(**{f"accelerate_scheduler_{len(self._schedulers)}": scheduler})
+        return prepared
+
+    def _beside(self, each: Any, place: bool | None) -> Any:
+        """What the engine does not train."""
+        if isinstance(each, torch.optim.Optimizer):
+            raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
+        if isinstance(each, torch.nn.Module):
+            return each.to(self.device) if (self.device_placement if place is None else place) else each
+        if isinstance(each, DataLoader):
+            return self.prepare_data_loader(each, device_placement=place)
+        return self.prepare_scheduler(each) if arguments.is_scheduler(each) else each
+
+    def _initialize(self, args: tuple[Any, ...], trained: list[torch.nn.Module]) -> dict[int, Any]:
+        # A worker that joins does all of this before the others pause for it, and its model makes their passes.
+        spec = spec_alone() or spec_of_generation()
+        refuse_axes(_NAME, spec)
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        loader = _training_loader(args)
+        if self.updates is not None or len(trained) != 1 or len(optimizers) != 1 or loader is None:
+            raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
+        if self.split_batches:
+            raise UsageError(f"{_NAME}: split_batches: give the DataLoader the batch size of one worker, without it")
+        config = arguments.engine_config(self._precision, self.gradient_accumulation_steps, loader, spec)
+        arguments.compile_model(self.state.dynamo_plugin, trained[0])
+        engine, _, batches, _ = api.initialize(
+            model=trained[0], optimizer=optimizers[0], config=config, **_read(loader)
+        )
+        if PartialState().distributed_type == DistributedType.NO:
+            engine.begin_again("accelerate takes this process for one that trains alone")
+        engine.followers = frozenset({"accelerate"})
+        self.updates = Updates(engine, self.gradient_state, (spec.engine_config or {}).get("gradient_clipping"))
+        planned = workers_planned(spec)
+        return {
+            id(trained[0]): engine,
+            id(optimizers[0]): PreparedOptimizer(optimizers[0], self.updates),
+            id(loader): PreparedLoader(batches, self.updates, self.device if self.device_placement else None, planned),
+        }
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Does the step end with the batch at hand? Not where it is abandoned: it is made with later ones."""
+        updates = self.updates
+        return bool(self.gradient_state.sync_gradients and not (updates is not None and updates.engine.abandoned))
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        return self.updates is not None and self.updates.skipped
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return int(self.gradient_state.num_steps)
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if self.updates is not None:
+            raise UsageError(f"{_NAME}: gradient_accumulation_steps is fixed by prepare; set it before")
+        self.gradient_state.plugin_kwargs.update({"num_steps": value})
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """The engine knows where a step ends: how many batches of a worker are in one depends on how many there are."""
+        yield
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """`loss` is the mean over the batch, as with accelerate: not divided by the accumulation."""
+        if kwargs:
+            raise UsageError(f"{_NAME}: backward({', '.join(kwargs)}=...) is not supported")
+        self._trained().engine.backward(loss)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Where the step ends, the update is made here, and the norm returned before clipping; `optimizer.step()` is to
+        follow. None for the other batches of a step. Raises UsageError where the job clips to another norm."""
+        updates = self._trained()
+        arguments.refuse_clipping(updates, parameters, norm_type)
+        return updates.clip(float(max_norm), self.device)
+
+    def clip_grad_value_(self, *_: Any, **__: Any) -> None:
+        raise UsageError(f"{_NAME}: clip_grad_value_ is not supported, gradients are on several workers; clip by norm")
+
+    def gather(self, tensor: Any) -> Any:
+        """accelerate's. In a step that is abandoned, as a peer was lost, this worker's own values in every place."""
+        try:
+            return super().gather(tensor)
+        except Exception as error:
+            if not self._abandons(error):
+                raise
+            return recursively_apply(self._in_every_place, tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """accelerate's. In a step that is abandoned this worker's own values."""
+        try:
+            return super().reduce(tensor, reduction, scale)
+        except Exception as error:
+            if not self._abandons(error):
+                raise
+            return tensor
+
+    def _abandons(self, error: Exception) -> bool:
+        return self.updates is not None and self.updates.engine.abandons(error)
+
+    def _in_every_place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] -> [processes * n, ...]"""
+        own = tensor[None] if tensor.ndim == 0 else tensor
+        return own.repeat(self.state.num_processes, *[1] * (own.ndim - 1))
+
+    # -- what rank it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """Before the first batch the most that the run may have, by which scripts scale schedules; in the loop those
+        that there are."""
+        if asker() != "accelerate" and (self.updates is None or not self.updates.given):
+            return workers_planned(spec_alone() or spec_of_generation())
+        return int(self.state.num_processes)
+
+    # Asked of the platform: a function that has asked in its set-up is called again where it becomes rank 0.
+
+    @property
+    def process_index(self) -> int:
+        return api.get_context().rank
+
+    @property
+    def is_main_process(self) -> bool:
+        return api.get_context().rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        here = api.get_context()
+        return here.rank == here.world_size - 1
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: Any = None, *_: Any, **__: Any) -> Any:
+        """One more save of the platform's. Returns `output_dir`."""
+        return accelerate_calls.save_state(self, output_dir)
+
+    def load_state(self, *_: Any, **__: Any) -> None:
+        accelerate_calls.load_state(self)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Their state is saved and restored with the run's, as by `elastic.state.register`."""
+        begin = len(self._custom_objects)
+        super().register_for_checkpointing(*objects)
+        api.state.register(**{f"accelerate_object_{begin + place}": each for place, each in enumerate(objects, 1)})
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        _hook_not_called("register_save_state_pre_hook")
+        return super().register_save_state_pre_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        _hook_not_called("register_load_state_pre_hook")
+        return super().register_load_state_pre_hook(hook)
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().unwrap_model(model.module if isinstance(model, ElasticEngine) else model, *args, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The whole model's. Where it is on several workers all of them call it; None on others than the first."""
+        updates = self.updates
+        engine = None if updates is None or model not in (updates.engine, updates.engine.module) else updates.engine
+        if engine is None or everywhere(engine):
+            return super().get_state_dict(model, unwrap)
+        with api.busy("gathering the weights"):
+            return engine.whole_weights() or None
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, PreparedLoader):
+            raise UsageError(f"{_NAME}: skip_first_batches: the loader goes on where the run is; leave it out")
+        return super().skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As accelerate's; the run's engine is freed with its generation."""
+        return super().free_memory(*(None if isinstance(each, ElasticEngine) else each for each in objects))
+
+    @property
+    def mixed_precision(self) -> str:
+        return self._precision
+
+    def _trained(self) -> Updates:
+        if self.updates is None:
+            raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
+        return self.updates
+
+
+def _is_trained(model: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _training_loader(args: tuple[Any, ...]) -> DataLoader[Any] | None:
+    loaders = [each for each in args if isinstance(each, DataLoader)]
+    shuffled = (each for each in loaders if isinstance(getattr(each.batch_sampler, "sampler", None), RandomSampler))
+    return next(shuffled, loaders[0] if loaders else None)
+
+
+def _read(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What `initialize` reads. A DataLoader of what has no length is its dataset, with what the loader says."""
+    if hasattr(loader.dataset, "__len__"):
+        return {"training_data": loader}
+    return {
+        "training_data": passes_of(loader.dataset),
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+    }
+
+
+def _hook_not_called(name: str) -> None:
+    warn_once(
+        logger,
+        f"accelerator.{name}: the hook is not called, the platform saves and restores in its own format; what it keeps "
+        "besides model, optimizer and schedulers belongs into accelerator.register_for_checkpointing",
+    )

@@ -1,0 +1,147 @@
+"""What of `accelerate.Accelerator`'s arguments and calls an elastic run honours: the rest is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
+from elastic.integrations.accelerate_objects import Updates
+from elastic.integrations.engine_config import Asked, completed, workers_planned
+
+logger = logging.getLogger(__name__)
+
+TOGETHER = (
+    "one model is trained, with one optimizer: give it, its optimizer and its DataLoader to one accelerator.prepare(), "
+    "once; models that are not trained have no parameter with requires_grad"
+)
+_PLATFORM = "the platform distributes the model; the job's `deepspeed` or `fsdp2` key says how"
+
+# Argument -> what to do instead.
+_REFUSED: Mapping[str, str] = {
+    "deepspeed_plugin": 'give the DeepSpeed configuration as the job\'s `deepspeed`, without "auto"',
+    "deepspeed_plugins": 'give the DeepSpeed configuration as the job\'s `deepspeed`, without "auto"',
+    "fsdp_plugin": _PLATFORM,
+    "megatron_lm_plugin": _PLATFORM,
+    "torch_tp_plugin": _PLATFORM,
+    "parallelism_config": _PLATFORM,
+}
+_HANDLERS: Mapping[str, str] = {
+    "GradScalerKwargs": "the loss scaler is the engine's: `fp16` in the job's `deepspeed`",
+    "FP8RecipeKwargs": "8 bits have not been run",
+    "AORecipeKwargs": "8 bits have not been run",
+    "TERecipeKwargs": "8 bits have not been run",
+    "MSAMPRecipeKwargs": "8 bits have not been run",
+}
+
+
+def given(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `kind`'s constructor by name."""
+    bound = inspect.signature(kind).bind(*args, **kwargs)
+    return dict(bound.arguments)
+
+
+def refuse(arguments: Mapping[str, Any]) -> None:
+    """Raises UsageError with the first argument that an elastic run cannot honour."""
+    for name, instead in _REFUSED.items():
+        if arguments.get(name) is not None:
+            raise _refused(f"Accelerator({name}=...)", instead)
+    for handler in arguments.get("kwargs_handlers") or ():
+        name = type(handler).__name__
+        if name in _HANDLERS:
+            raise _refused(name, _HANDLERS[name])
+        hook = str(getattr(getattr(handler, "comm_hook", None), "value", "no"))
+        if name == "DistributedDataParallelKwargs" and hook != "no":
+            raise _refused(f"the communication hook {hook}", "the job's `communication` says how gradients travel")
+        if name in ("DistributedDataParallelKwargs", "InitProcessGroupKwargs"):
+            logger.info("%s: the platform connects the workers and averages the gradients, without these", name)
+
+
+def refuse_type(distributed: Any) -> None:
+    """What accelerate's own environment (`accelerate launch`) may have asked for."""
+    name = str(getattr(distributed, "value", distributed))
+    if name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise _refused(f"accelerate's own {name} (ACCELERATE_USE_... in the environment)", _PLATFORM)
+
+
+def precision(arguments: Mapping[str, Any]) -> str:
+    """ "no", "bf16" or "fp16", from the argument or, as accelerate has it, from the environment."""
+    asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    found = str(getattr(asked, "value", asked)).lower()
+    if found not in ("no", "bf16", "fp16"):
+        raise _refused(f"Accelerator(mixed_precision={found!r})", "8 bits have not been run")
+    return found
+
+
+def engine_config(precision: str, accumulation: int, loader: DataLoader[Any], spec: GenerationSpec) -> dict[str, Any]:
+    """The job's, and what it leaves open. Gradients are clipped where the script asks for it, or the job. Raises
+    UsageError for another global batch than that of the script at the number of workers that the run is planned for."""
+    size = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1
+    asked = Asked(
+        micro_batch=int(size),
+        accumulation=accumulation,
+        said_micro_batch=f"the DataLoader's batch_size is {size}",
+        said_accumulation=f"the Accelerator's gradient_accumulation_steps is {accumulation}",
+        owner="Accelerator",
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        clipping=0.0,
+    )
+    config, planned = completed(asked, spec), workers_planned(spec)
+    batch = size * accumulation * planned
+    for key in ("global_batch", "train_batch_size"):
+        whole = spec.batch.global_batch if key == "global_batch" and key not in config else config.get(key)
+        if whole not in (None, batch):
+            raise UsageError(
+                f"{key} in the job is {whole}, and the script's batch is {batch}: {size} of the DataLoader * "
+                f"{accumulation} of gradient_accumulation_steps * {planned} workers; scripts count the "
+                "updates of an epoch by it: leave the job's out"
+            )
+    if spec.batch.adaptive is not None:
+        raise UsageError(
+            "batch.adaptive does not go with an Accelerator, whose scripts count epochs in steps of one size; leave it "
+            "out"
+        )
+    return config
+
+
+def compile_model(plugin: Any, model: torch.nn.Module) -> None:
+    """As accelerate would; in place, so that the engine trains the module that everybody else holds."""
+    options = plugin.to_kwargs()
+    backend = options.pop("backend", None)
+    if backend is None or str(getattr(backend, "value", backend)).lower() == "no":
+        return
+    if getattr(plugin, "use_regional_compilation", False):
+        raise _refused("use_regional_compilation", "compile the layers in the script: layer.compile()")
+    model.compile(backend=str(getattr(backend, "value", backend)).lower(), **options)
+
+
+def refuse_clipping(updates: Updates, parameters: Any, norm_type: float) -> None:
+    """Raises UsageError for a norm of a part of the gradient, and for another than the L2 norm."""
+    if float(norm_type) != 2.0:
+        raise _refused(f"clip_grad_norm_(norm_type={norm_type})", "the engine clips by the L2 norm")
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    asked = sum(1 for parameter in parameters if parameter.requires_grad)
+    trained = sum(1 for parameter in updates.engine.module.parameters() if parameter.requires_grad)
+    if asked != trained:
+        raise _refused(
+            f"clip_grad_norm_ of {asked} of the {trained} trained parameters",
+            "the engine clips the whole gradient",
+        )
+
+
+def is_scheduler(each: Any) -> bool:
+    """As accelerate takes them: torch's, and those of the script's own."""
+    return isinstance(each, torch.optim.lr_scheduler.LRScheduler)
+
+
+def _refused(what: str, instead: str) -> UsageError:
+    return UsageError(f"elastic.integrations.accelerate: {what} is not supported; {instead}")

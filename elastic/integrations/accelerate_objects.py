@@ -1,0 +1,166 @@
+"""What `Accelerator.prepare` gives back: as accelerate's own objects, with the run's engine and loader behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from elastic.core.errors import UsageError
+from elastic.training import api
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.engine import ElasticEngine
+from elastic.training.in_loop.stand_in import StandIn
+
+
+class Updates:
+    """The updates that a script's calls ask for, batch by batch: 1. `begin` 2. maybe `clip` 3. `make`."""
+
+    def __init__(self, engine: ElasticEngine, gradient_state: Any, clipping: float | None) -> None:
+        """`clipping` is what the job itself says."""
+        self.engine = engine
+        self.clipping = clipping
+        self._gradient_state = gradient_state
+        # Batches that this function has been given, up to now.
+        self.given = 0
+        # Of the batch at hand: the update was made where it was to be clipped; it was made, or given up.
+        self._clipped = self._asked = False
+        self.skipped = False
+
+    def begin(self) -> None:
+        """The loader is about to give a batch. Raises UsageError where the one before has made an update that the
+        script has not asked for."""
+        if self._clipped and not self._asked and not self.skipped:
+            raise UsageError(
+                "accelerator.clip_grad_norm_ was called and optimizer.step() was not, in a batch that ends a step: the "
+                "update is made with the clipping; leave out the clipping where the update is left out"
+            )
+        self.given += 1
+        self._clipped = self._asked = False
+        self._gradient_state._set_sync_gradients(self.engine.is_gradient_accumulation_boundary())
+
+    def clip(self, largest: float, device: torch.device) -> torch.Tensor | None:
+        if not self._gradient_state.sync_gradients:
+            return None
+        if self.clipping is None:
+            self.engine.clip(largest)
+        elif self.clipping != largest:
+            raise UsageError(
+                f"accelerator.clip_grad_norm_(..., {largest}), and gradient_clipping in the job is {self.clipping}; "
+                "leave it out of the job"
+            )
+        self._clipped = True
+        self._step()
+        norm = 0.0 if self.engine.abandoned else self.engine.get_global_grad_norm()
+        return None if norm is None else torch.tensor(norm, device=device)
+
+    def make(self) -> None:
+        self._asked = True
+        if not self._clipped:
+            self._step()
+
+    def _step(self) -> None:
+        if self.engine.abandoned:
+            self.skipped = True
+            self.engine.step()
+            return
+        before = self.engine.skipped_steps
+        self.engine.step()
+        # fp16 that overflows is not applied.
+        self.skipped = self.engine.abandoned or self.engine.skipped_steps > before
+
+
+class PreparedOptimizer(StandIn):
+    """Every attribute is the script's optimizer's own, but for the step, which is the engine's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, updates: Updates) -> None:
+        super().__init__(optimizer)
+        object.__setattr__(self, "_updates", updates)
+
+    def step(self, closure: Any = None) -> None:
+        """After each batch; where the batch does not end a step nothing is updated. Raises UsageError for a closure."""
+        if closure is not None:
+            raise UsageError("optimizer.step(closure) is not supported: the step would be made again")
+        object.__getattribute__(self, "_updates").make()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are the engine's, which clears them after the update."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(object.__getattribute__(self, "_updates").skipped)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch's schedulers put a counter around `step`, of the optimizer that they are made with: that is this one.
+        if name == "step":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class PreparedLoader:
+    """The run's loader. Batches are put on the device, and say whether they end a step; its length is that at the
+    number of workers that the run is planned for."""
+
+    def __init__(self, loader: ElasticLoader, updates: Updates, device: torch.device | None, planned: int) -> None:
+        self._loader = loader
+        self._updates = updates
+        self._device = device
+        self.total_batch_size = loader.batch_size * planned
+
+    def __iter__(self) -> Iterator[Any]:
+        from accelerate.utils import send_to_device
+
+        for batch in self._loader:
+            self._updates.begin()
+            yield batch if self._device is None else send_to_device(batch, self._device)
+
+    def __len__(self) -> int:
+        return math.ceil(self.total_dataset_length / self.total_batch_size)
+
+    @property
+    def total_dataset_length(self) -> int:
+        size = self._loader.plan.dataset_size
+        if size is None:
+            raise TypeError("a stream has no length")
+        return size
+
+    def set_epoch(self, epoch: int) -> None:
+        """The run counts its epochs."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class PreparedScheduler:
+    """Steps with the updates, as often as accelerate would: `times`, once for each process that the run is planned for,
+    as the lengths that scripts give schedules count them. The script's own object is `scheduler`."""
+
+    def __init__(self, scheduler: Any, accelerator: Any, times: int) -> None:
+        self.scheduler = scheduler
+        self._accelerator = accelerator
+        self._times = times
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        updates = self._accelerator.updates
+        if updates is not None and not updates.given and api.get_context().step > 0:
+            # After the epochs before the one that the run is in, which are empty: these are in its state.
+            return
+        if not self._accelerator.step_scheduler_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self._accelerator.sync_gradients or (updates is not None and updates.skipped):
+            return
+        for _ in range(self._times):
+            # torch's OneCycleLR raises beyond its end.
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

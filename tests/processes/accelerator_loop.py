@@ -1,0 +1,146 @@
+"""A loop as accelerate's examples have it, with its own Accelerator or the platform's."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import crew
+import torch
+from accelerated import EVALUATED, Rows
+from torch.utils.data import DataLoader
+
+import elastic
+
+TRAINED, BATCH, EPOCHS = 36, 2, 3
+CLIPPED_TO = 0.3
+
+
+class Decayed:
+    """An average of the weights, as scripts keep one, and register it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def add(self, model: torch.nn.Module) -> None:
+        for name, value in model.named_parameters():
+            self.weights[name] = 0.5 * self.weights[name] + 0.5 * value.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def rises_and_falls(update: int, warmup: int, total: int) -> float:
+    """As transformers' schedules: the arguments are multiplied by the number of processes."""
+    return update / max(1, warmup) if update < warmup else max(0.0, (total - update) / (total - warmup))
+
+
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    """In one process, without the platform."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    told: dict[str, Any] = {}
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    _trains(Accelerator(cpu=True, gradient_accumulation_steps=config["accumulates"]), config, range(EPOCHS), told)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return told
+
+
+def trains(config: dict[str, Any]) -> None:
+    from elastic.integrations.accelerate import Accelerator
+
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    accelerator = Accelerator(**config.get("accelerator", {"gradient_accumulation_steps": config["accumulates"]}))
+    _trains(accelerator, config, range(EPOCHS) if config.get("ranges") else None, crew.told)
+    crew.told["process"] = (accelerator.process_index, accelerator.num_processes)
+    accelerator.end_training()
+
+
+def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(config.get("dropout", 0.0))]
+    model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(16, 2))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train: Any = DataLoader(Rows(TRAINED, 1), batch_size=BATCH, shuffle=config.get("shuffles", False))
+    evaluated: Any = DataLoader(Rows(EVALUATED, 2), batch_size=BATCH)
+    accumulates, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
+    # Before `prepare` a DataLoader counts the batches of all processes.
+    updates = EPOCHS * math.ceil(len(train) / processes / accumulates)
+    shape = partial(rises_and_falls, warmup=2 * processes, total=updates * processes)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+    crew.point("set up") if epochs is None else None
+    if config.get("after"):
+        model, optimizer, train, evaluated = accelerator.prepare(model, optimizer, train, evaluated)
+        # Made with what `prepare` has given.
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, shape))
+    else:
+        # The training's comes second, and shuffles or not.
+        given = (evaluated, model, optimizer, train, schedule) if config.get("shuffles") else None
+        if given is not None:
+            evaluated, model, optimizer, train, schedule = accelerator.prepare(*given)
+        else:
+            model, optimizer, train, evaluated, schedule = accelerator.prepare(
+                model, optimizer, train, evaluated, schedule
+            )
+    assert EPOCHS * math.ceil(len(train) / accumulates) == updates
+    average = Decayed(accelerator.unwrap_model(model))
+    if config.get("averages"):
+        accelerator.register_for_checkpointing(average)
+    completed = 0
+    for epoch in elastic.epochs(EPOCHS) if epochs is None else epochs:
+        model.train()
+        for batch in train:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["label"])
+                seen = accelerator.gather(loss.detach()) if config.get("gathers") else loss.detach()
+                _may_stay(config, model)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and config.get("clips", True):
+                    told["norm"] = accelerator.clip_grad_norm_(model.parameters(), CLIPPED_TO)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                completed += 1
+                assert torch.isfinite(seen).all()
+                rates = told.setdefault("rates", {})
+                rates[_step(config, completed)] = schedule.get_last_lr()[0]
+                told.setdefault("norms", {})[_step(config, completed)] = float(told.get("norm", 0.0))
+                if config.get("averages"):
+                    average.add(accelerator.unwrap_model(model))
+        model.eval()
+        lost = []
+        for batch in evaluated:
+            with torch.no_grad():
+                each = torch.nn.functional.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
+            lost.append(accelerator.gather_for_metrics(each))
+        if accelerator.is_main_process:
+            told.setdefault("log", []).append((epoch, len(torch.cat(lost)), float(torch.cat(lost).mean())))
+        if config.get("saves"):
+            accelerator.save_state(config["saves"])
+    told["completed"] = completed
+    if config.get("averages"):
+        told["average"] = {name: value.tolist() for name, value in average.weights.items()}
+    accelerator.wait_for_everyone()
+    weights = accelerator.get_state_dict(model)
+    told["weights"] = {name: value.tolist() for name, value in (weights or {}).items()}
+
+
+def _step(config: dict[str, Any], completed: int) -> int:
+    return completed if config.get("plain") else elastic.get_context().step
+
+
+def _may_stay(config: dict[str, Any], model: Any) -> None:
+    if config.get("plain") or elastic.get_context().resumed:
+        return
+    here = elastic.get_context()
+    if (here.step, here.rank) == (config.get("at"), config.get("victim")):
+        crew.point("there")
+        crew.stay()

@@ -1,0 +1,135 @@
+"""A loop of accelerate's with the platform's Accelerator; the oracles are accelerate in one process, and the
+undisturbed run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import accelerator_loop
+import pytest
+from crew import Crew, Outcome
+from test_oracle import _assert_ended
+from test_trainer_in_loop import engine_of, through_a_loss
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.generation_spec import BatchSettings
+from elastic.core.settings import AnomalySettings
+
+pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+pytestmark = pytest.mark.processes
+
+TRAINS = "accelerator_loop.trains"
+# 36 samples, 3 workers with 2 batches of 2.
+PER_EPOCH, LAST_STEP = 3, 9
+ACCUMULATES = 2
+
+
+def trained(crew: Crew, url: Path, config: dict[str, Any], world_size: int = 3, **more: Any) -> list[Outcome]:
+    config = {"accumulates": ACCUMULATES, **config, "url": str(url)}
+    # In stage 0 the watch for non-finite steps knows the norm of gradients.
+    more = {"batch": BatchSettings(), "max_world_size": 3, "anomalies": AnomalySettings(), **more}
+    return crew.run(list(range(world_size)), TRAINS, config, **more)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, None])
+@pytest.mark.parametrize("world_size", [3, 2])
+def test_it_trains_as_accelerate_does_in_one_process(
+    crew: Crew, tmp_path: Path, stage: int | None, world_size: int
+) -> None:
+    """With 3 workers, for which it is planned, and with 2: rates, norms before clipping, evaluations and weights."""
+    alone = accelerator_loop.plain({"accumulates": ACCUMULATES * 3, "plain": True})
+    done = trained(crew, tmp_path, {}, world_size, **engine_of(stage))
+    _assert_ended(done, "finished", LAST_STEP)
+    for outcome in done:
+        assert outcome.told["rates"] == pytest.approx(alone["rates"], rel=1e-12)
+        assert outcome.told["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert outcome.told["completed"] == alone["completed"] == LAST_STEP
+    assert max(alone["norms"].values()) > accelerator_loop.CLIPPED_TO
+    assert [line[:2] for line in done[0].told["log"]] == [line[:2] for line in alone["log"]]
+    assert [line[2] for line in done[0].told["log"]] == pytest.approx([line[2] for line in alone["log"]], rel=1e-5)
+    assert done[0].told["weights"].keys() == alone["weights"].keys()
+    for name, values in alone["weights"].items():
+        assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "victim"), [(1, 2), (3, 1), (None, 2)])
+def test_survivors_of_a_killed_rank_stay_in_the_loop(
+    crew: Crew, tmp_path: Path, stage: int | None, victim: int
+) -> None:
+    """With dropout, a shuffled DataLoader, `gather` in each pass, and an average of the weights that is registered."""
+    config = {
+        "accumulates": ACCUMULATES, "shuffles": True, "dropout": 0.2, "gathers": True,
+        # What is registered is replicated: with FSDP2 parameters are not.
+        "averages": stage == 1,
+    }  # fmt: skip
+    grown, still = through_a_loss(crew, tmp_path, TRAINS, config, victim, LAST_STEP, **engine_of(stage))
+    assert [outcome.told["process"] for outcome in grown] == [(0, 3), (1, 3), (2, 3)]
+    for moved, wanted in zip(grown, still, strict=True):
+        for step, rate in moved.told["rates"].items():
+            assert rate == pytest.approx(wanted.told["rates"][step], rel=1e-12)
+            assert moved.told["norms"][step] == pytest.approx(wanted.told["norms"][step], rel=1e-4)
+    assert grown[0].told["rates"].keys() == still[0].told["rates"].keys()
+    assert grown[0].told["completed"] == LAST_STEP, "a counter of the script's counts no abandoned step"
+    logged = [line[2] for line in grown[0].told["log"]]
+    assert logged == pytest.approx([line[2] for line in still[0].told["log"]], rel=1e-5)
+    for name, values in still[0].told["weights"].items():
+        assert flat(grown[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
+    for name, values in still[0].told["average"].items() if stage == 1 else ():
+        assert flat(grown[0].told["average"][name]) == pytest.approx(flat(values), abs=1e-5)
+
+
+def test_rank_0_that_is_lost_leaves_its_part_to_one_whose_set_up_has_not_asked(crew: Crew, tmp_path: Path) -> None:
+    """accelerate itself has asked, and learns of the change."""
+    config = {"accumulates": ACCUMULATES}
+    grown, still = through_a_loss(crew, tmp_path, TRAINS, config, 0, LAST_STEP, **engine_of(2))
+    logged = [line for line in grown[0].told["log"]]
+    assert [line[0] for line in logged] == [1, 2], "that of the first epoch went with rank 0"
+    assert [line[2] for line in logged] == pytest.approx([line[2] for line in still[0].told["log"][1:]], rel=1e-5)
+
+
+def test_a_schedule_may_be_made_with_the_prepared_optimizer(crew: Crew, tmp_path: Path) -> None:
+    first = trained(crew, tmp_path / "first", {"after": True}, **engine_of(2))
+    _assert_ended(first, "finished", LAST_STEP)
+    other = trained(crew, tmp_path / "other", {}, **engine_of(2))
+    assert first[0].told["rates"] == other[0].told["rates"]
+    assert first[0].told["weights"] == other[0].told["weights"]
+
+
+@pytest.mark.parametrize("stage", [1, None])
+def test_nothing_is_clipped_where_the_script_does_not(crew: Crew, tmp_path: Path, stage: int | None) -> None:
+    """DeepSpeed's own default is 1."""
+    alone = accelerator_loop.plain({"accumulates": ACCUMULATES * 3, "plain": True, "clips": False})
+    done = trained(crew, tmp_path, {"clips": False}, **engine_of(stage))
+    for name, values in alone["weights"].items():
+        assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
+
+
+def test_its_checkpoints_are_the_platforms(crew: Crew, tmp_path: Path) -> None:
+    done = trained(crew, tmp_path / "runs", {"saves": str(tmp_path / "own")}, **engine_of(2))
+    _assert_ended(done, "finished", LAST_STEP)
+    steps = [entry.step for entry in CheckpointStore(str(tmp_path / "runs"), "run").list()]
+    assert steps == [9, 6, 3]
+    assert not (tmp_path / "own").exists()
+
+
+REFUSED = [
+    ({"mixed_precision": "fp8"}, {}, r"mixed_precision='fp8'\) is not supported"),
+    ({"mixed_precision": "bf16"}, {"bf16": {"enabled": False}}, "the job's `deepspeed` switches bf16 off"),
+    ({}, {"gradient_clipping": 1.0}, r"0\.3\), and gradient_clipping in the job is 1.0; leave it out of the job"),
+    ({}, {"gradient_accumulation_steps": 4}, "the Accelerator's gradient_accumulation_steps is 1, and gradient_acc"),
+]
+
+
+@pytest.mark.parametrize(("accelerator", "config", "words"), REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    crew: Crew, tmp_path: Path, accelerator: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    for outcome in trained(crew, tmp_path, {"accelerator": accelerator}, 2, engine_config=config):
+        assert outcome.result.kind == "usage_error"
+        assert re.search(words, outcome.result.message)
+
+
+def flat(values: Any) -> list[float]:
+    return [value for row in values for value in (row if isinstance(row, list) else [row])]
