@@ -15,17 +15,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from elastic.core.errors import UsageError
 from elastic.integrations import accelerate_arguments as arguments
-from elastic.integrations.accelerate_objects import PreparedLoader, PreparedOptimizer, PreparedScheduler, Updates
+from elastic.integrations.accelerate_objects import (
+    PreparedLoader,
+    PreparedModel,
+    PreparedOptimizer,
+    PreparedScheduler,
+    Updates,
+)
 from elastic.integrations.engine_config import spec_of_generation, workers_planned
 from elastic.integrations.transformers_arguments import refuse_axes
 from elastic.integrations.transformers_weights import everywhere
 from elastic.training import api
 from elastic.training.data.stream.foreign import passes_of
-from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.ahead import asker, spec_alone
 from elastic.training.user import accelerate_calls
 from elastic.training.watch.once import warn_once
@@ -54,7 +59,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     device: torch.device
     distributed_type: Any
     gradient_state: Any
-    updates: Updates | None = None
+    updates: Updates
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = arguments.given(accelerate.Accelerator, args, kwargs)
@@ -66,81 +71,82 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         cpu = api.get_context().device.type == "cpu"
         super().__init__(**{**given, "mixed_precision": "no", "cpu": cpu})
         arguments.refuse_type(self.distributed_type)
+        self.updates = Updates(self.gradient_state)
+        self.updates.in_16_bits = self._precision != "no"
 
     # -- preparing -----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """accelerate's. With a model that is trained: its optimizer and its DataLoader in the same call. Of several
-        DataLoaders the training's is the first that shuffles, else the first; the others are evaluated on."""
-        trained = [each for each in args if isinstance(each, torch.nn.Module) and _is_trained(each)]
-        made = self._initialize(args, trained) if trained else {}
+        """accelerate's, in one call or in several: the engine is built when the model that is trained, its optimizer
+        and its DataLoader are there. That is the first DataLoader that shuffles, else the first that is given with the
+        model or after it; the others are evaluated on."""
         places = device_placement or [None] * len(args)
-        prepared = tuple(
-            made[id(each)] if id(each) in made else self._beside(each, place)
-            for each, place in zip(args, places, strict=True)
-        )
+        pieces = self.updates.pieces
+        pieces.note(args)
+        prepared = tuple(self._prepared(each, place) for each, place in zip(args, places, strict=True))
+        if pieces.complete and not self.updates.begun:
+            self._initialize()
+        # Schedulers last: their state is restored with the engine's.
+        prepared = tuple(self.prepare_scheduler(each) if arguments.is_scheduler(each) else each for each in prepared)
         return prepared if len(prepared) > 1 else prepared[0]
 
-    def prepare_model(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As `prepare` of it alone. With `evaluation_mode` it is put on the device."""
+        if not evaluation_mode:
+            return self.prepare(model, device_placement=[device_placement])
+        return model.to(self.device) if _or(device_placement, self.device_placement) else model
 
-    def prepare_optimizer(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         spec = spec_alone() or spec_of_generation()
-        prepared = PreparedScheduler(scheduler, self, 1 if self.split_batches else workers_planned(spec))
+        prepared = PreparedScheduler(scheduler, self, workers_planned(spec))
         self._schedulers.append(prepared)
         api.state.register(**{f"accelerate_scheduler_{len(self._schedulers)}": scheduler})
         return prepared
 
-    def _beside(self, each: Any, place: bool | None) -> Any:
-        """What the engine does not train."""
-        if isinstance(each, torch.optim.Optimizer):
-            raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
-        if isinstance(each, torch.nn.Module):
-            return each.to(self.device) if (self.device_placement if place is None else place) else each
+    def _prepared(self, each: Any, place: bool | None) -> Any:
+        pieces = self.updates.pieces
+        if each is pieces.model:
+            return PreparedModel(each, self.updates)
+        if each is pieces.optimizer:
+            return PreparedOptimizer(each, self.updates)
+        if each is pieces.loader:
+            return PreparedLoader(each, self.updates, self.device if _or(place, self.device_placement) else None)
         if isinstance(each, DataLoader):
             return self.prepare_data_loader(each, device_placement=place)
-        return self.prepare_scheduler(each) if arguments.is_scheduler(each) else each
+        if isinstance(each, torch.nn.Module):
+            return self.prepare_model(each, place, evaluation_mode=True)
+        return each
 
-    def _initialize(self, args: tuple[Any, ...], trained: list[torch.nn.Module]) -> dict[int, Any]:
+    def _initialize(self) -> None:
         # A worker that joins does all of this before the others pause for it, and its model makes their passes.
-        spec = spec_alone() or spec_of_generation()
+        spec, pieces = spec_alone() or spec_of_generation(), self.updates.pieces
         refuse_axes(_NAME, spec)
-        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-        loader = _training_loader(args)
-        if self.updates is not None or len(trained) != 1 or len(optimizers) != 1 or loader is None:
-            raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
         if self.split_batches:
             raise UsageError(f"{_NAME}: split_batches: give the DataLoader the batch size of one worker, without it")
-        config = arguments.engine_config(self._precision, self.gradient_accumulation_steps, loader, spec)
-        arguments.compile_model(self.state.dynamo_plugin, trained[0])
+        config = arguments.engine_config(self._precision, self.gradient_accumulation_steps, pieces.loader, spec)
+        arguments.compile_model(self.state.dynamo_plugin, pieces.model)
         engine, _, batches, _ = api.initialize(
-            model=trained[0], optimizer=optimizers[0], config=config, **_read(loader)
+            model=pieces.model, optimizer=pieces.optimizer, config=config, **_read(pieces.loader)
         )
         if PartialState().distributed_type == DistributedType.NO:
             engine.begin_again("accelerate takes this process for one that trains alone")
         engine.followers = frozenset({"accelerate"})
-        self.updates = Updates(engine, self.gradient_state, (spec.engine_config or {}).get("gradient_clipping"))
-        planned = workers_planned(spec)
-        return {
-            id(trained[0]): engine,
-            id(optimizers[0]): PreparedOptimizer(optimizers[0], self.updates),
-            id(loader): PreparedLoader(batches, self.updates, self.device if self.device_placement else None, planned),
-        }
+        clipping = (spec.engine_config or {}).get("gradient_clipping")
+        self.updates.begin(engine, batches, workers_planned(spec), clipping)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     @property
     def sync_gradients(self) -> bool:
         """Does the step end with the batch at hand? Not where it is abandoned: it is made with later ones."""
-        updates = self.updates
-        return bool(self.gradient_state.sync_gradients and not (updates is not None and updates.engine.abandoned))
+        return bool(self.gradient_state.sync_gradients and not self.updates.abandoned)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        return self.updates is not None and self.updates.skipped
+        return self.updates.skipped
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -148,7 +154,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        if self.updates is not None:
+        if self.updates.begun:
             raise UsageError(f"{_NAME}: gradient_accumulation_steps is fixed by prepare; set it before")
         self.gradient_state.plugin_kwargs.update({"num_steps": value})
 
@@ -165,14 +171,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """`loss` is the mean over the batch, as with accelerate: not divided by the accumulation."""
         if kwargs:
             raise UsageError(f"{_NAME}: backward({', '.join(kwargs)}=...) is not supported")
-        self._trained().engine.backward(loss)
+        self.updates.engine.backward(loss)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Where the step ends, the update is made here, and the norm returned before clipping; `optimizer.step()` is to
         follow. None for the other batches of a step. Raises UsageError where the job clips to another norm."""
-        updates = self._trained()
-        arguments.refuse_clipping(updates, parameters, norm_type)
-        return updates.clip(float(max_norm), self.device)
+        arguments.refuse_clipping(self.updates.engine.module, parameters, norm_type)
+        return self.updates.clip(float(max_norm), self.device)
 
     def clip_grad_value_(self, *_: Any, **__: Any) -> None:
         raise UsageError(f"{_NAME}: clip_grad_value_ is not supported, gradients are on several workers; clip by norm")
@@ -196,12 +201,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return tensor
 
     def _abandons(self, error: Exception) -> bool:
-        return self.updates is not None and self.updates.engine.abandons(error)
+        return self.updates.begun and self.updates.engine.abandons(error)
 
     def _in_every_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """[...] -> [processes * n, ...]"""
         own = tensor[None] if tensor.ndim == 0 else tensor
         return own.repeat(self.state.num_processes, *[1] * (own.ndim - 1))
+
+    def check_trigger(self) -> bool:
+        """accelerate's, where a step ends: a loop that was left within a step would leave it unfinished."""
+        return bool(self.gradient_state.sync_gradients and super().check_trigger())
 
     # -- what rank it is -----------------------------------------------------------------------------------------------
 
@@ -209,7 +218,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def num_processes(self) -> int:
         """Before the first batch the most that the run may have, by which scripts scale schedules; in the loop those
         that there are."""
-        if asker() != "accelerate" and (self.updates is None or not self.updates.given):
+        if asker() != "accelerate" and not self.updates.given:
             return workers_planned(spec_alone() or spec_of_generation())
         return int(self.state.num_processes)
 
@@ -252,12 +261,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().register_load_state_pre_hook(hook)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().unwrap_model(model.module if isinstance(model, ElasticEngine) else model, *args, **kwargs)
+        own = self.updates.pieces.model if type(model) is PreparedModel else model
+        return super().unwrap_model(own, *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """The whole model's. Where it is on several workers all of them call it; None on others than the first."""
-        updates = self.updates
-        engine = None if updates is None or model not in (updates.engine, updates.engine.module) else updates.engine
+        engine = self.updates.engine if self.updates.trains(model) else None
         if engine is None or everywhere(engine):
             return super().get_state_dict(model, unwrap)
         with api.busy("gathering the weights"):
@@ -270,26 +279,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
         """As accelerate's; the run's engine is freed with its generation."""
-        return super().free_memory(*(None if isinstance(each, ElasticEngine) else each for each in objects))
+        return super().free_memory(*(None if type(each) is PreparedModel else each for each in objects))
 
     @property
     def mixed_precision(self) -> str:
         return self._precision
 
-    def _trained(self) -> Updates:
-        if self.updates is None:
-            raise UsageError(f"{_NAME}: {arguments.TOGETHER}")
-        return self.updates
 
-
-def _is_trained(model: torch.nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _training_loader(args: tuple[Any, ...]) -> DataLoader[Any] | None:
-    loaders = [each for each in args if isinstance(each, DataLoader)]
-    shuffled = (each for each in loaders if isinstance(getattr(each.batch_sampler, "sampler", None), RandomSampler))
-    return next(shuffled, loaders[0] if loaders else None)
+def _or(place: bool | None, usual: bool) -> bool:
+    return usual if place is None else place
 
 
 def _read(loader: DataLoader[Any]) -> dict[str, Any]:

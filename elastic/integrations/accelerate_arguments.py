@@ -13,15 +13,10 @@ from torch.utils.data import DataLoader
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.integrations.accelerate_objects import Updates
 from elastic.integrations.engine_config import Asked, completed, workers_planned
 
 logger = logging.getLogger(__name__)
 
-TOGETHER = (
-    "one model is trained, with one optimizer: give it, its optimizer and its DataLoader to one accelerator.prepare(), "
-    "once; models that are not trained have no parameter with requires_grad"
-)
 _PLATFORM = "the platform distributes the model; the job's `deepspeed` or `fsdp2` key says how"
 
 # Argument -> what to do instead.
@@ -83,6 +78,7 @@ def precision(arguments: Mapping[str, Any]) -> str:
 def engine_config(precision: str, accumulation: int, loader: DataLoader[Any], spec: GenerationSpec) -> dict[str, Any]:
     """The job's, and what it leaves open. Gradients are clipped where the script asks for it, or the job. Raises
     UsageError for another global batch than that of the script at the number of workers that the run is planned for."""
+    autocast = precision == "bf16" and spec.engine == "deepspeed" and "bf16" not in (spec.engine_config or {})
     size = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1
     asked = Asked(
         micro_batch=int(size),
@@ -90,11 +86,14 @@ def engine_config(precision: str, accumulation: int, loader: DataLoader[Any], sp
         said_micro_batch=f"the DataLoader's batch_size is {size}",
         said_accumulation=f"the Accelerator's gradient_accumulation_steps is {accumulation}",
         owner="Accelerator",
-        bf16=precision == "bf16",
+        bf16=precision == "bf16" and not autocast,
         fp16=precision == "fp16",
         clipping=0.0,
     )
     config, planned = completed(asked, spec), workers_planned(spec)
+    if autocast:
+        # As accelerate has it: weights stay in fp32, and inputs may.
+        config.setdefault("torch_autocast", {"enabled": True, "dtype": "bfloat16"})
     batch = size * accumulation * planned
     for key in ("global_batch", "train_batch_size"):
         whole = spec.batch.global_batch if key == "global_batch" and key not in config else config.get(key)
@@ -123,14 +122,14 @@ def compile_model(plugin: Any, model: torch.nn.Module) -> None:
     model.compile(backend=str(getattr(backend, "value", backend)).lower(), **options)
 
 
-def refuse_clipping(updates: Updates, parameters: Any, norm_type: float) -> None:
+def refuse_clipping(model: torch.nn.Module, parameters: Any, norm_type: float) -> None:
     """Raises UsageError for a norm of a part of the gradient, and for another than the L2 norm."""
     if float(norm_type) != 2.0:
         raise _refused(f"clip_grad_norm_(norm_type={norm_type})", "the engine clips by the L2 norm")
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     asked = sum(1 for parameter in parameters if parameter.requires_grad)
-    trained = sum(1 for parameter in updates.engine.module.parameters() if parameter.requires_grad)
+    trained = sum(1 for parameter in model.parameters() if parameter.requires_grad)
     if asked != trained:
         raise _refused(
             f"clip_grad_norm_ of {asked} of the {trained} trained parameters",

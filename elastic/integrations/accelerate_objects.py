@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler
 
 from elastic.core.errors import UsageError
 from elastic.training import api
@@ -14,24 +15,97 @@ from elastic.training.data.loader import ElasticLoader
 from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.stand_in import StandIn
 
+TOGETHER = (
+    "one model is trained, with one optimizer and one DataLoader: give them to accelerator.prepare(), in one call or "
+    "in several; models that are not trained have no parameter with requires_grad"
+)
+
+
+class Pieces:
+    """What an engine is built of, as `prepare` has been given it."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.loader: Any = None
+
+    @property
+    def complete(self) -> bool:
+        return not any(piece is None for piece in (self.model, self.optimizer, self.loader))
+
+    def note(self, given: tuple[Any, ...]) -> None:
+        """Raises UsageError for a second model that is trained, or optimizer."""
+        self._note_one("model", [each for each in given if isinstance(each, torch.nn.Module) and _is_trained(each)])
+        self._note_one("optimizer", [each for each in given if isinstance(each, torch.optim.Optimizer)])
+        loaders = [each for each in given if isinstance(each, DataLoader)]
+        if self.loader is None and loaders:
+            shuffled = [each for each in loaders if _shuffles(each)]
+            self.loader = next(iter(shuffled), loaders[0] if self.model is not None else None)
+
+    def _note_one(self, name: str, found: list[Any]) -> None:
+        if len(found) > 1 or (found and getattr(self, name) is not None):
+            raise UsageError(f"elastic.integrations.accelerate: {TOGETHER}")
+        if found:
+            setattr(self, name, found[0])
+
+
+def _is_trained(model: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    return isinstance(getattr(loader.batch_sampler, "sampler", None), RandomSampler)
+
 
 class Updates:
-    """The updates that a script's calls ask for, batch by batch: 1. `begin` 2. maybe `clip` 3. `make`."""
+    """The updates that a script's calls ask for: 1. `begin`, when there is an engine 2. for each batch `begin_batch`,
+    maybe `clip`, and `make`."""
 
-    def __init__(self, engine: ElasticEngine, gradient_state: Any, clipping: float | None) -> None:
-        """`clipping` is what the job itself says."""
-        self.engine = engine
-        self.clipping = clipping
+    def __init__(self, gradient_state: Any) -> None:
+        self.pieces = Pieces()
         self._gradient_state = gradient_state
+        self._engine: ElasticEngine | None = None
+        self._batches: ElasticLoader | None = None
+        self._clipping: float | None = None
+        # What the model gives is converted to fp32, as by accelerate.
+        self.in_16_bits = False
+        # Workers with samples of their own, where the run has all that it may have.
+        self.planned = 1
         # Batches that this function has been given, up to now.
         self.given = 0
-        # Of the batch at hand: the update was made where it was to be clipped; it was made, or given up.
+        # Of the batch at hand: the update was made where it was to be clipped; it was asked for; it was not applied.
         self._clipped = self._asked = False
         self.skipped = False
 
-    def begin(self) -> None:
-        """The loader is about to give a batch. Raises UsageError where the one before has made an update that the
-        script has not asked for."""
+    def begin(self, engine: ElasticEngine, batches: ElasticLoader, planned: int, clipping: float | None) -> None:
+        """`clipping` is what the job itself says."""
+        self._engine, self._batches, self.planned, self._clipping = engine, batches, planned, clipping
+
+    @property
+    def begun(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def engine(self) -> ElasticEngine:
+        if self._engine is None:
+            raise UsageError(f"elastic.integrations.accelerate: {TOGETHER}")
+        return self._engine
+
+    @property
+    def batches(self) -> ElasticLoader:
+        if self._batches is None:
+            raise UsageError(f"elastic.integrations.accelerate: {TOGETHER}")
+        return self._batches
+
+    @property
+    def abandoned(self) -> bool:
+        return self._engine is not None and self._engine.abandoned
+
+    def trains(self, model: Any) -> bool:
+        return self.begun and (type(model) is PreparedModel or model is self.engine or model is self.engine.module)
+
+    def begin_batch(self) -> None:
+        """Raises UsageError where the batch before has made an update that the script has not asked for."""
         if self._clipped and not self._asked and not self.skipped:
             raise UsageError(
                 "accelerator.clip_grad_norm_ was called and optimizer.step() was not, in a batch that ends a step: the "
@@ -44,11 +118,11 @@ class Updates:
     def clip(self, largest: float, device: torch.device) -> torch.Tensor | None:
         if not self._gradient_state.sync_gradients:
             return None
-        if self.clipping is None:
+        if self._clipping is None:
             self.engine.clip(largest)
-        elif self.clipping != largest:
+        elif self._clipping != largest:
             raise UsageError(
-                f"accelerator.clip_grad_norm_(..., {largest}), and gradient_clipping in the job is {self.clipping}; "
+                f"accelerator.clip_grad_norm_(..., {largest}), and gradient_clipping in the job is {self._clipping}; "
                 "leave it out of the job"
             )
         self._clipped = True
@@ -70,6 +144,25 @@ class Updates:
         self.engine.step()
         # fp16 that overflows is not applied.
         self.skipped = self.engine.abandoned or self.engine.skipped_steps > before
+
+
+class PreparedModel(StandIn):
+    """The script's model until there is an engine, then that."""
+
+    def __init__(self, model: torch.nn.Module, updates: Updates) -> None:
+        object.__setattr__(self, "_model", model)
+        object.__setattr__(self, "_updates", updates)
+
+    @property
+    def _target(self) -> Any:
+        updates = object.__getattribute__(self, "_updates")
+        return updates.engine if updates.begun else object.__getattribute__(self, "_model")
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        from accelerate.utils import convert_to_fp32
+
+        output = self._target(*inputs, **kwargs)
+        return convert_to_fp32(output) if object.__getattribute__(self, "_updates").in_16_bits else output
 
 
 class PreparedOptimizer(StandIn):
@@ -104,25 +197,28 @@ class PreparedLoader:
     """The run's loader. Batches are put on the device, and say whether they end a step; its length is that at the
     number of workers that the run is planned for."""
 
-    def __init__(self, loader: ElasticLoader, updates: Updates, device: torch.device | None, planned: int) -> None:
-        self._loader = loader
+    def __init__(self, given: DataLoader[Any], updates: Updates, device: torch.device | None) -> None:
+        self.dataset = given.dataset
         self._updates = updates
         self._device = device
-        self.total_batch_size = loader.batch_size * planned
 
     def __iter__(self) -> Iterator[Any]:
         from accelerate.utils import send_to_device
 
-        for batch in self._loader:
-            self._updates.begin()
+        for batch in self._updates.batches:
+            self._updates.begin_batch()
             yield batch if self._device is None else send_to_device(batch, self._device)
 
     def __len__(self) -> int:
         return math.ceil(self.total_dataset_length / self.total_batch_size)
 
     @property
+    def total_batch_size(self) -> int:
+        return self._updates.batches.batch_size * self._updates.planned
+
+    @property
     def total_dataset_length(self) -> int:
-        size = self._loader.plan.dataset_size
+        size = self._updates.batches.plan.dataset_size
         if size is None:
             raise TypeError("a stream has no length")
         return size
@@ -133,7 +229,7 @@ class PreparedLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self._updates.batches, name)
 
 
 class PreparedScheduler:
@@ -147,13 +243,13 @@ class PreparedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         updates = self._accelerator.updates
-        if updates is not None and not updates.given and api.get_context().step > 0:
+        if updates.begun and not updates.given and api.get_context().step > 0:
             # After the epochs before the one that the run is in, which are empty: these are in its state.
             return
         if not self._accelerator.step_scheduler_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self._accelerator.sync_gradients or (updates is not None and updates.skipped):
+        if not self._accelerator.sync_gradients or updates.skipped:
             return
         for _ in range(self._times):
             # torch's OneCycleLR raises beyond its end.

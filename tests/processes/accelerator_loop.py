@@ -47,7 +47,8 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    _trains(Accelerator(cpu=True, gradient_accumulation_steps=config["accumulates"]), config, range(EPOCHS), told)
+    made = {"gradient_accumulation_steps": config["accumulates"], "mixed_precision": config.get("precision")}
+    _trains(Accelerator(cpu=True, **made), config, range(EPOCHS), told)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     return told
@@ -77,18 +78,17 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
     crew.point("set up") if epochs is None else None
     if config.get("after"):
-        model, optimizer, train, evaluated = accelerator.prepare(model, optimizer, train, evaluated)
-        # Made with what `prepare` has given.
+        # Piece by piece, and with a schedule that is made with what `prepare` has given.
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+        train, evaluated = accelerator.prepare(train, evaluated)
         schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, shape))
+    elif config.get("shuffles"):
+        # The training's comes second, and shuffles.
+        evaluated, train = accelerator.prepare(evaluated, train)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     else:
-        # The training's comes second, and shuffles or not.
-        given = (evaluated, model, optimizer, train, schedule) if config.get("shuffles") else None
-        if given is not None:
-            evaluated, model, optimizer, train, schedule = accelerator.prepare(*given)
-        else:
-            model, optimizer, train, evaluated, schedule = accelerator.prepare(
-                model, optimizer, train, evaluated, schedule
-            )
+        model, optimizer, train, evaluated, schedule = accelerator.prepare(model, optimizer, train, evaluated, schedule)
     assert EPOCHS * math.ceil(len(train) / accumulates) == updates
     average = Decayed(accelerator.unwrap_model(model))
     if config.get("averages"):
@@ -98,7 +98,9 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
         model.train()
         for batch in train:
             with accelerator.accumulate(model):
-                loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["label"])
+                output = model(batch["x"])
+                told["dtype"] = str(output.dtype)
+                loss = torch.nn.functional.cross_entropy(output, batch["label"])
                 seen = accelerator.gather(loss.detach()) if config.get("gathers") else loss.detach()
                 _may_stay(config, model)
                 accelerator.backward(loss)
@@ -107,6 +109,10 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+            if config.get("stops") == completed + 1 and accelerator.is_main_process:
+                accelerator.set_trigger()
+            if "stops" in config and accelerator.check_trigger():
+                return
             if accelerator.sync_gradients:
                 completed += 1
                 assert torch.isfinite(seen).all()

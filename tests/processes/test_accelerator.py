@@ -89,12 +89,19 @@ def test_rank_0_that_is_lost_leaves_its_part_to_one_whose_set_up_has_not_asked(c
     assert [line[2] for line in logged] == pytest.approx([line[2] for line in still[0].told["log"][1:]], rel=1e-5)
 
 
-def test_a_schedule_may_be_made_with_the_prepared_optimizer(crew: Crew, tmp_path: Path) -> None:
+def test_a_trigger_is_seen_where_a_step_ends(crew: Crew, tmp_path: Path) -> None:
+    """Set in the first of three batches. Seen: the loop was left within the step, which ended the run as an error."""
+    done = trained(crew, tmp_path, {"stops": 5}, 2, **engine_of(1))
+    _assert_ended(done, "finished", 5)
+
+
+def test_it_is_prepared_piece_by_piece(crew: Crew, tmp_path: Path) -> None:
     first = trained(crew, tmp_path / "first", {"after": True}, **engine_of(2))
     _assert_ended(first, "finished", LAST_STEP)
     other = trained(crew, tmp_path / "other", {}, **engine_of(2))
     assert first[0].told["rates"] == other[0].told["rates"]
     assert first[0].told["weights"] == other[0].told["weights"]
+    assert first[0].told["log"] == other[0].told["log"]
 
 
 @pytest.mark.parametrize("stage", [1, None])
@@ -129,6 +136,18 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     for outcome in trained(crew, tmp_path, {"accelerator": accelerator}, 2, engine_config=config):
         assert outcome.result.kind == "usage_error"
         assert re.search(words, outcome.result.message)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3, None])
+def test_in_bf16_outputs_are_fp32_and_inputs_may_be(crew: Crew, tmp_path: Path, stage: int | None) -> None:
+    """As with accelerate, whose losses these are to bf16's rounding."""
+    alone = accelerator_loop.plain({"accumulates": ACCUMULATES * 3, "plain": True, "precision": "bf16"})
+    accelerator = {"mixed_precision": "bf16", "gradient_accumulation_steps": ACCUMULATES}
+    done = trained(crew, tmp_path, {"accelerator": accelerator}, **engine_of(stage))
+    _assert_ended(done, "finished", LAST_STEP)
+    assert done[0].told["dtype"] == alone["dtype"] == "torch.float32"
+    assert done[0].told["norms"] == pytest.approx(alone["norms"], rel=0.02)
+    assert [line[2] for line in done[0].told["log"]] == pytest.approx([line[2] for line in alone["log"]], rel=0.02)
 
 
 def flat(values: Any) -> list[float]:
