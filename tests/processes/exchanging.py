@@ -1,4 +1,4 @@
-"""A training function with messages of its own, in a step whose forward pass has failed."""
+"""Training functions with messages of their own, in a step whose forward pass has failed, and without any."""
 
 from __future__ import annotations
 
@@ -38,3 +38,29 @@ def _exchanged(survivors: tuple[int, int], rank: int) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def gathers_at_once(config: dict[str, Any]) -> None:
+    """Passes without gradients, counted by their gathers, one by one and within `engine.gathered()`; between two
+    steps, as in an evaluation."""
+    engine, loader = build(config)
+    calls: list[str] = []
+    engine.watch_collectives(lambda call: calls.append(call.op))
+    told = crew.told.setdefault("gathers", [])
+    for x, y in loader:
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            calls.clear()
+            plain = [engine.module(x) for _ in range(3)]
+            apart = len(calls)
+            with engine.gathered():
+                calls.clear()
+                whole = [engine.module(x) for _ in range(3)]
+                within = len(calls)
+            calls.clear()
+            engine.module(x)
+            told.append((apart, within, len(calls)))
+        assert all(torch.equal(one, other) for one, other in zip(plain, whole, strict=True))
+        engine.train()

@@ -56,6 +56,19 @@ def test_fsdp2_gathers_and_scatters(crew: Crew, tmp_path: Path) -> None:
     assert all(0.0 < report.noncollective_s < report.duration_s for outcome in outcomes for report in outcome.reports)
 
 
+@pytest.mark.parametrize("stage", [3, None])
+def test_passes_within_gathered_gather_nothing(crew: Crew, tmp_path: Path, stage: int | None) -> None:
+    """As completions are made; FSDP2 gathered layer by layer for each token."""
+    config = {"url": str(tmp_path), **({"engine": "fsdp2"} if stage is None else {"stage": stage})}
+    engine = "deepspeed" if stage else "fsdp2"
+    batch = BatchSettings(max_steps=2)
+    outcomes = crew.run([0, 1], "exchanging.gathers_at_once", config, batch=batch, max_world_size=2, engine=engine)
+    assert {outcome.result.kind for outcome in outcomes} == {"finished"}, outcomes[0].result.traceback
+    for apart, within, after in outcomes[0].told["gathers"]:
+        assert apart > within == 0
+        assert after > 0, "as before"
+
+
 def test_with_hpz_backward_passes_gather_from_a_group(crew: Crew, tmp_path: Path) -> None:
     config = {"stage": 3, "url": str(tmp_path), "zero": {"zero_hpz_partition_size": 2}}
     outcomes = crew.run(range(4), "train", config, batch=BatchSettings(max_steps=3), max_world_size=4)

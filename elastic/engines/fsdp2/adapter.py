@@ -20,6 +20,7 @@ from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import CountedExchanges, count_collectives
 from elastic.engines.fsdp2.experts import count_exchanges, end_exchanges
 from elastic.engines.fsdp2.fragments import fragments, numbers
+from elastic.engines.fsdp2.gathered import gathered_at_once
 from elastic.engines.fsdp2.gradients import clip, local_gradients, require_none, total_norm
 from elastic.engines.fsdp2.layers.tensor_parallel import require_local
 from elastic.engines.fsdp2.meshes import (
@@ -198,7 +199,7 @@ class Fsdp2Adapter:
         return self._output.zeros()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return gathered_at_once(self.module)
 
     def precision(self) -> Precision | None:
         options = self.native.options
