@@ -154,7 +154,7 @@ def test_a_failing_rank_is_told_before_its_groups_close(crew: Crew, tmp_path: Pa
     crew.begin([0, 1, 2], "misbehaving.train_raises", _config(2, tmp_path, victim=1, at=2), batch=BATCH)
     result = crew.outcome(1).result
     assert (result.kind, result.error_type, result.step) == ("user_error", "builtins.ZeroDivisionError", 2)
-    assert "misbehaving.train_raises" in result.traceback
+    assert "train_raises" in result.traceback
     for number in (0, 2):
         crew.abort(number, "rank 1 raised")
         assert crew.outcome(number).result.kind in ("ended", "collective_failed")
