@@ -66,7 +66,9 @@ class Updates:
         self._gradient_state = gradient_state
         self._engine: ElasticEngine | None = None
         self._batches: ElasticLoader | None = None
+        # What the job clips to; has the script asked for it in an update?
         self._clipping: float | None = None
+        self._clips = False
         # What the model gives is converted to fp32, as by accelerate.
         self.in_16_bits = False
         # Workers with samples of their own, where the run has all that it may have.
@@ -119,6 +121,7 @@ class Updates:
         if not self._gradient_state.sync_gradients:
             return None
         if self._clipping is None:
+            self._clips = True
             self.engine.clip(largest)
         elif self._clipping != largest:
             raise UsageError(
@@ -132,8 +135,13 @@ class Updates:
 
     def make(self) -> None:
         self._asked = True
-        if not self._clipped:
-            self._step()
+        if self._clipped:
+            return
+        if self._clips and self._gradient_state.sync_gradients:
+            # A step before this one was clipped.
+            self._clips = False
+            self.engine.clip(0.0)
+        self._step()
 
     def _step(self) -> None:
         if self.engine.abandoned:

@@ -15,6 +15,7 @@ import elastic
 
 TRAINED, BATCH, EPOCHS = 36, 2, 3
 CLIPPED_TO = 0.3
+LAST = 1_000
 
 
 class Decayed:
@@ -104,7 +105,7 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
                 seen = accelerator.gather(loss.detach()) if config.get("gathers") else loss.detach()
                 _may_stay(config, model)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients and config.get("clips", True):
+                if accelerator.sync_gradients and completed < config.get("clips", LAST):
                     told["norm"] = accelerator.clip_grad_norm_(model.parameters(), CLIPPED_TO)
                 optimizer.step()
                 schedule.step()

@@ -104,11 +104,14 @@ def test_it_is_prepared_piece_by_piece(crew: Crew, tmp_path: Path) -> None:
     assert first[0].told["log"] == other[0].told["log"]
 
 
-@pytest.mark.parametrize("stage", [1, None])
-def test_nothing_is_clipped_where_the_script_does_not(crew: Crew, tmp_path: Path, stage: int | None) -> None:
-    """DeepSpeed's own default is 1."""
-    alone = accelerator_loop.plain({"accumulates": ACCUMULATES * 3, "plain": True, "clips": False})
-    done = trained(crew, tmp_path, {"clips": False}, **engine_of(stage))
+@pytest.mark.parametrize("clips", [0, 4])
+@pytest.mark.parametrize("stage", [0, 1, None])
+def test_nothing_is_clipped_where_the_script_does_not(
+    crew: Crew, tmp_path: Path, stage: int | None, clips: int
+) -> None:
+    """DeepSpeed's own default is 1. The first four steps are clipped, or none."""
+    alone = accelerator_loop.plain({"accumulates": ACCUMULATES * 3, "plain": True, "clips": clips})
+    done = trained(crew, tmp_path, {"clips": clips}, **engine_of(stage))
     for name, values in alone["weights"].items():
         assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
 
