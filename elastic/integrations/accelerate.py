@@ -108,6 +108,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _prepared(self, each: Any, place: bool | None) -> Any:
         pieces = self.updates.pieces
+        if each is None:
+            return None
         if each is pieces.model:
             return PreparedModel(each, self.updates)
         if each is pieces.optimizer:

@@ -40,6 +40,14 @@ def rises_and_falls(update: int, warmup: int, total: int) -> float:
     return update / max(1, warmup) if update < warmup else max(0.0, (total - update) / (total - warmup))
 
 
+def streamed(rows: Rows) -> Any:
+    """A stream of Hugging Face's, a shard for each micro-batch of a step."""
+    import datasets
+
+    columns = {name: [rows[number][name].tolist() for number in range(len(rows))] for name in ("x", "label")}
+    return datasets.Dataset.from_dict(columns).with_format("torch").to_iterable_dataset(num_shards=6)
+
+
 def plain(config: dict[str, Any]) -> dict[str, Any]:
     """In one process, without the platform."""
     from accelerate import Accelerator
@@ -70,11 +78,12 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
     layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(config.get("dropout", 0.0))]
     model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(16, 2))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train: Any = DataLoader(Rows(TRAINED, 1), batch_size=BATCH, shuffle=config.get("shuffles", False))
+    rows: Any = streamed(Rows(TRAINED, 1)) if config.get("streams") else Rows(TRAINED, 1)
+    train: Any = DataLoader(rows, batch_size=BATCH, shuffle=config.get("shuffles", False))
     evaluated: Any = DataLoader(Rows(EVALUATED, 2), batch_size=BATCH)
     accumulates, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
     # Before `prepare` a DataLoader counts the batches of all processes.
-    updates = EPOCHS * math.ceil(len(train) / processes / accumulates)
+    updates = EPOCHS * math.ceil(TRAINED / BATCH / processes / accumulates)
     shape = partial(rises_and_falls, warmup=2 * processes, total=updates * processes)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
     crew.point("set up") if epochs is None else None
@@ -90,7 +99,7 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     else:
         model, optimizer, train, evaluated, schedule = accelerator.prepare(model, optimizer, train, evaluated, schedule)
-    assert EPOCHS * math.ceil(len(train) / accumulates) == updates
+    assert config.get("streams") or EPOCHS * math.ceil(len(train) / accumulates) == updates
     average = Decayed(accelerator.unwrap_model(model))
     if config.get("averages"):
         accelerator.register_for_checkpointing(average)

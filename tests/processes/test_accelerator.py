@@ -116,6 +116,15 @@ def test_nothing_is_clipped_where_the_script_does_not(
         assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
 
 
+def test_it_trains_on_a_stream(crew: Crew, tmp_path: Path) -> None:
+    """Whose passes are epochs, at any number of workers; it has no length."""
+    pytest.importorskip("datasets")
+    three, two = (trained(crew, tmp_path / str(size), {"streams": True}, size, **engine_of(2)) for size in (3, 2))
+    _assert_ended(three, "finished", LAST_STEP)
+    _assert_ended(two, "finished", LAST_STEP)
+    assert two[0].told["norms"] == pytest.approx(three[0].told["norms"], rel=1e-4)
+
+
 def test_its_checkpoints_are_the_platforms(crew: Crew, tmp_path: Path) -> None:
     done = trained(crew, tmp_path / "runs", {"saves": str(tmp_path / "own")}, **engine_of(2))
     _assert_ended(done, "finished", LAST_STEP)
