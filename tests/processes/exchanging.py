@@ -8,7 +8,9 @@ import crew
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainings import build
+from trainings import build, of_engine
+
+WIDTH = 8
 
 
 def trains(config: dict[str, Any]) -> None:
@@ -40,27 +42,46 @@ def _exchanged(survivors: tuple[int, int], rank: int) -> bool:
     return True
 
 
+class Layers(nn.Module):
+    """Each of which is sharded, and gathered, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def gathers_at_once(config: dict[str, Any]) -> None:
-    """Passes without gradients, counted by their gathers, one by one and within `engine.gathered()`; between two
-    steps, as in an evaluation."""
-    engine, loader = build(config)
+    """Passes without gradients, counted by their gathers: as ever, within `engine.gathered()`, and as ever again;
+    between two steps, as in an evaluation."""
+    import elastic
+
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = list(torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1)))
+    given = of_engine(config, optimizer)
+    engine, _, loader, _ = elastic.initialize(model=model, optimizer=optimizer, training_data=data, **given)
     calls: list[str] = []
     engine.watch_collectives(lambda call: calls.append(call.op))
-    told = crew.told.setdefault("gathers", [])
-    for x, y in loader:
-        engine.backward(nn.functional.mse_loss(engine(x), y))
+
+    def passes(x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+        calls.clear()
+        found = [engine.module(x) for _ in range(3)]
+        return len(calls), found
+
+    for x in loader:
+        engine.backward(engine(x).square().mean())
         engine.step()
         engine.eval()
         with torch.no_grad():
-            calls.clear()
-            plain = [engine.module(x) for _ in range(3)]
-            apart = len(calls)
+            apart, plain = passes(x)
             with engine.gathered():
-                calls.clear()
-                whole = [engine.module(x) for _ in range(3)]
-                within = len(calls)
-            calls.clear()
-            engine.module(x)
-            told.append((apart, within, len(calls)))
+                within, whole = passes(x)
+            after, _ = passes(x)
+        crew.told.setdefault("gathers", []).append((apart, within, after))
         assert all(torch.equal(one, other) for one, other in zip(plain, whole, strict=True))
         engine.train()

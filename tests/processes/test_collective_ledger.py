@@ -56,17 +56,17 @@ def test_fsdp2_gathers_and_scatters(crew: Crew, tmp_path: Path) -> None:
     assert all(0.0 < report.noncollective_s < report.duration_s for outcome in outcomes for report in outcome.reports)
 
 
-@pytest.mark.parametrize("stage", [3, None])
-def test_passes_within_gathered_gather_nothing(crew: Crew, tmp_path: Path, stage: int | None) -> None:
-    """As completions are made; FSDP2 gathered layer by layer for each token."""
+@pytest.mark.parametrize(("stage", "least"), [(3, 1), (None, 8)])
+def test_passes_within_gathered_gather_nothing(crew: Crew, tmp_path: Path, stage: int | None, least: int) -> None:
+    """As completions are made; FSDP2 gathered layer by layer for each token. DeepSpeed keeps small weights gathered."""
     config = {"url": str(tmp_path), **({"engine": "fsdp2"} if stage is None else {"stage": stage})}
     engine = "deepspeed" if stage else "fsdp2"
     batch = BatchSettings(max_steps=2)
     outcomes = crew.run([0, 1], "exchanging.gathers_at_once", config, batch=batch, max_world_size=2, engine=engine)
     assert {outcome.result.kind for outcome in outcomes} == {"finished"}, outcomes[0].result.traceback
     for apart, within, after in outcomes[0].told["gathers"]:
-        assert apart > within == 0
-        assert after > 0, "as before"
+        assert within == 0
+        assert min(apart, after) >= least, "of three passes through three layers, before and after"
 
 
 def test_with_hpz_backward_passes_gather_from_a_group(crew: Crew, tmp_path: Path) -> None:
