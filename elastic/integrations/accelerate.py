@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from elastic.core.errors import UsageError
 from elastic.integrations import accelerate_arguments as arguments
 from elastic.integrations.accelerate_objects import (
+    PREPARED,
     PreparedLoader,
     PreparedModel,
     PreparedOptimizer,
@@ -103,7 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         spec = spec_alone() or spec_of_generation()
         prepared = PreparedScheduler(scheduler, self, workers_planned(spec))
         self._schedulers.append(prepared)
-        api.state.register(**{f"accelerate_scheduler_{len(self._schedulers)}": scheduler})
+        api.state.register(**{f"{PREPARED}{len(self._schedulers)}": scheduler})
         return prepared
 
     def _prepared(self, each: Any, place: bool | None) -> Any:

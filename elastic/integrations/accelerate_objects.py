@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
 from elastic.core.errors import UsageError
-from elastic.training import api
+from elastic.training import api, context
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.stand_in import StandIn
+
+# Under which the schedulers are registered that `prepare` was given.
+PREPARED = "accelerate_scheduler_"
 
 TOGETHER = (
     "one model is trained, with one optimizer and one DataLoader: give them to accelerator.prepare(), in one call or "
@@ -75,6 +79,8 @@ class Updates:
         self.planned = 1
         # Batches that this function has been given, up to now.
         self.given = 0
+        # Is a batch at hand? How many steps schedulers of the script's own have made in this step, before its end.
+        self._at_hand, self._early = False, 0
         # Of the batch at hand: the update was made where it was to be clipped; it was asked for; it was not applied.
         self._clipped = self._asked = False
         self.skipped = False
@@ -113,9 +119,35 @@ class Updates:
                 "accelerator.clip_grad_norm_ was called and optimizer.step() was not, in a batch that ends a step: the "
                 "update is made with the clipping; leave out the clipping where the update is left out"
             )
+        if not self.given:
+            self._follow_schedulers()
+        if self._gradient_state.sync_gradients or self.skipped:
+            self._early = 0
         self.given += 1
         self._clipped = self._asked = False
+        self._at_hand = True
         self._gradient_state._set_sync_gradients(self.engine.is_gradient_accumulation_boundary())
+
+    def end_batches(self) -> None:
+        self._at_hand = False
+
+    def counts(self) -> bool:
+        """Does a step count that a scheduler of the script's own makes now? With each batch such as many do as there
+        are batches of a worker in a step with all the workers that the run is planned for: as many as without it."""
+        if not self._at_hand:
+            return bool(self.given or api.get_context().step == 0)
+        if self.abandoned or self._gradient_state.sync_gradients:
+            return not self.abandoned
+        self._early += 1
+        return self._early < int(self._gradient_state.num_steps)
+
+    def _follow_schedulers(self) -> None:
+        """Those that steer the optimizer and were not prepared: the loader has registered them."""
+        generation = context.current()
+        objects = {} if generation is None else generation.state.objects
+        for name, target in objects.items():
+            if isinstance(target, LRScheduler) and not name.startswith(PREPARED):
+                follow(target, self.counts)
 
     def clip(self, largest: float, device: torch.device) -> torch.Tensor | None:
         if not self._gradient_state.sync_gradients:
@@ -213,9 +245,12 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         from accelerate.utils import send_to_device
 
-        for batch in self._updates.batches:
-            self._updates.begin_batch()
-            yield batch if self._device is None else send_to_device(batch, self._device)
+        try:
+            for batch in self._updates.batches:
+                self._updates.begin_batch()
+                yield batch if self._device is None else send_to_device(batch, self._device)
+        finally:
+            self._updates.end_batches()
 
     def __len__(self) -> int:
         return math.ceil(self.total_dataset_length / self.total_batch_size)
@@ -238,6 +273,18 @@ class PreparedLoader:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._updates.batches, name)
+
+
+def follow(scheduler: Any, counts: Callable[[], bool]) -> None:
+    """From here on it steps where `counts()`. By its class: what is in the object is in its state."""
+    kind = type(scheduler)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        if counts():
+            kind.step(self, *args, **kwargs)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "step": step}
+    scheduler.__class__ = type(kind.__name__, (kind,), names)
 
 
 class PreparedScheduler:

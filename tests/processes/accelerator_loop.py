@@ -93,6 +93,10 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
         optimizer = accelerator.prepare(optimizer)
         train, evaluated = accelerator.prepare(train, evaluated)
         schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, shape))
+    elif config.get("raw"):
+        # Not prepared, as in older scripts: it steps with each batch.
+        model, optimizer, train, evaluated = accelerator.prepare(model, optimizer, train, evaluated)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rises_and_falls, warmup=4, total=40))
     elif config.get("shuffles"):
         # The training's comes second, and shuffles.
         evaluated, train = accelerator.prepare(evaluated, train)
@@ -142,6 +146,7 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
         if config.get("saves"):
             accelerator.save_state(config["saves"])
     told["completed"] = completed
+    told["last epoch"] = schedule.state_dict()["last_epoch"]
     if config.get("averages"):
         told["average"] = {name: value.tolist() for name, value in average.weights.items()}
     accelerator.wait_for_everyone()

@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerator_loop
 import pytest
+from accelerator_loop import BATCH, EPOCHS, TRAINED
 from crew import Crew, Outcome
 from test_oracle import _assert_ended
 from test_trainer_in_loop import engine_of, through_a_loss
@@ -54,15 +55,17 @@ def test_it_trains_as_accelerate_does_in_one_process(
         assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
 
 
-@pytest.mark.parametrize(("stage", "victim"), [(1, 2), (3, 1), (None, 2)])
+@pytest.mark.parametrize(("stage", "victim", "raw"), [(1, 2, False), (3, 1, False), (None, 2, False), (2, 1, True)])
 def test_survivors_of_a_killed_rank_stay_in_the_loop(
-    crew: Crew, tmp_path: Path, stage: int | None, victim: int
+    crew: Crew, tmp_path: Path, stage: int | None, victim: int, raw: bool
 ) -> None:
-    """With dropout, a shuffled DataLoader, `gather` in each pass, and an average of the weights that is registered."""
+    """With dropout, a shuffled DataLoader, `gather` in each pass, and an average of the weights that is registered; or
+    with a schedule that is not prepared."""
     config = {
         "accumulates": ACCUMULATES, "shuffles": True, "dropout": 0.2, "gathers": True,
         # What is registered is replicated: with FSDP2 parameters are not.
         "averages": stage == 1,
+        "raw": raw,
     }  # fmt: skip
     grown, still = through_a_loss(crew, tmp_path, TRAINS, config, victim, LAST_STEP, **engine_of(stage))
     assert [outcome.told["process"] for outcome in grown] == [(0, 3), (1, 3), (2, 3)]
@@ -87,6 +90,20 @@ def test_rank_0_that_is_lost_leaves_its_part_to_one_whose_set_up_has_not_asked(c
     logged = [line for line in grown[0].told["log"]]
     assert [line[0] for line in logged] == [1, 2], "that of the first epoch went with rank 0"
     assert [line[2] for line in logged] == pytest.approx([line[2] for line in still[0].told["log"][1:]], rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulates", [1, 2])
+def test_a_schedule_that_is_not_prepared_steps_as_often_with_fewer_workers(
+    crew: Crew, tmp_path: Path, accumulates: int
+) -> None:
+    """Seen: with each batch of a worker, of which there are more in a step then."""
+    config = {"raw": True, "accumulates": accumulates}
+    three, two = (trained(crew, tmp_path / str(size), config, size, **engine_of(2)) for size in (3, 2))
+    last = TRAINED // (BATCH * 3 * accumulates) * EPOCHS
+    for outcome in (*three, *two):
+        _assert_ended([outcome], "finished", last)
+        assert outcome.told["last epoch"] == last * accumulates
+        assert outcome.told["rates"] == three[0].told["rates"]
 
 
 def test_a_trigger_is_seen_where_a_step_ends(crew: Crew, tmp_path: Path) -> None:
