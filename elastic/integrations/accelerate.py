@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -175,6 +175,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if kwargs:
             raise UsageError(f"{_NAME}: backward({', '.join(kwargs)}=...) is not supported")
         self.updates.engine.backward(loss)
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """accelerate's, in the precision that it was given. The model computes in it without."""
+        dtype = arguments.DTYPES.get(self._precision)
+        options = {} if autocast_handler is None else autocast_handler.to_kwargs()
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype, **options):
+            yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Where the step ends, the update is made here, and the norm returned before clipping; `optimizer.step()` is to

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _PLATFORM = "the platform distributes the model; the job's `deepspeed` or `fsdp2` key says how"
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 # Argument -> what to do instead.
 _REFUSED: Mapping[str, str] = {
     "deepspeed_plugin": 'give the DeepSpeed configuration as the job\'s `deepspeed`, without "auto"',
@@ -30,6 +32,7 @@ _REFUSED: Mapping[str, str] = {
 }
 _HANDLERS: Mapping[str, str] = {
     "GradScalerKwargs": "the loss scaler is the engine's: `fp16` in the job's `deepspeed`",
+    "AutocastKwargs": "the model's precision is the engine's; give it to accelerator.autocast() for what is around it",
     "FP8RecipeKwargs": "8 bits have not been run",
     "AORecipeKwargs": "8 bits have not been run",
     "TERecipeKwargs": "8 bits have not been run",

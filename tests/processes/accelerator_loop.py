@@ -112,13 +112,16 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
         model.train()
         for batch in train:
             with accelerator.accumulate(model):
-                output = model(batch["x"])
+                with accelerator.autocast():
+                    output = model(batch["x"])
+                    told["around"] = str((output @ output.T).dtype)
                 told["dtype"] = str(output.dtype)
                 loss = torch.nn.functional.cross_entropy(output, batch["label"])
                 seen = accelerator.gather(loss.detach()) if config.get("gathers") else loss.detach()
                 _may_stay(config, model)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients and completed < config.get("clips", LAST):
+                # Older scripts do not ask whether the step ends.
+                if (config.get("raw") or accelerator.sync_gradients) and completed < config.get("clips", LAST):
                     told["norm"] = accelerator.clip_grad_norm_(model.parameters(), CLIPPED_TO)
                 optimizer.step()
                 schedule.step()

@@ -175,6 +175,7 @@ def test_in_bf16_outputs_are_fp32_and_inputs_may_be(crew: Crew, tmp_path: Path, 
     done = trained(crew, tmp_path, {"accelerator": accelerator}, **engine_of(stage))
     _assert_ended(done, "finished", LAST_STEP)
     assert done[0].told["dtype"] == alone["dtype"] == "torch.float32"
+    assert done[0].told["around"] == alone["around"] == "torch.bfloat16", "what the script computes in autocast()"
     assert done[0].told["norms"] == pytest.approx(alone["norms"], rel=0.02)
     assert [line[2] for line in done[0].told["log"]] == pytest.approx([line[2] for line in alone["log"]], rel=0.02)
 

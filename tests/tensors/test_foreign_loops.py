@@ -249,3 +249,28 @@ class TestArguments:
         ):
             with pytest.raises(UsageError, match=words):
                 engine_config(arguments, self.spec(engine="fsdp2", engine_config=config), 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda utils: {"deepspeed_plugin": object()}, r"deepspeed_plugin=.*the job's `deepspeed`"),
+        (lambda utils: {"kwargs_handlers": [utils.GradScalerKwargs()]}, "the loss scaler is the engine's"),
+        (lambda utils: {"kwargs_handlers": [utils.AutocastKwargs(enabled=False)]}, r"give it to accelerator\.autocast"),
+        (
+            lambda utils: {
+                "kwargs_handlers": [
+                    utils.DistributedDataParallelKwargs(comm_hook=utils.DDPCommunicationHookType.BF16),
+                ]
+            },
+            "communication hook bf16 is not supported; the job's `communication`",
+        ),
+    ],
+)
+def test_an_accelerators_arguments_that_cannot_be_honoured_are_named(given: Any, words: str) -> None:
+    utils = pytest.importorskip("accelerate.utils")
+    from elastic.integrations.accelerate_arguments import refuse
+
+    refuse({"cpu": True, "kwargs_handlers": [utils.InitProcessGroupKwargs(), utils.DistributedDataParallelKwargs()]})
+    with pytest.raises(UsageError, match=words):
+        refuse(given(utils))

@@ -19,11 +19,11 @@ def gathered_at_once(model: torch.nn.Module) -> Iterator[None]:
         model._get_fsdp_state()._lazy_init()
     groups = [group for module in sharded for group in module._get_fsdp_state()._fsdp_param_groups]
     usual = [group.post_forward_mesh_info for group in groups]
-    for module in sharded:
-        module.unshard()
-    for group in groups:
-        group.post_forward_mesh_info = None
     try:
+        for module in sharded:
+            module.unshard()
+        for group in groups:
+            group.post_forward_mesh_info = None
         yield
     finally:
         for group, mesh in zip(groups, usual, strict=True):
