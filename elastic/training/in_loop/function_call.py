@@ -254,8 +254,7 @@ class FunctionCall:
         self._own.by_step = True
 
     def batch_over(self, own: int, last: bool) -> None:
-        # transformers' Trainer is a loop of the platform's.
-        if self._handles is None or "transformers" not in self._handles.engine.followers:
+        if self._handles is None or self._is_scripts_own(self._handles):
             self._own.batch_over(own, last)
         if last:
             self._made = max(self._made, self._current.generation.scope.step)
@@ -357,8 +356,13 @@ class FunctionCall:
         """Collectives of this rank; without those whose results are kept for whoever joins."""
         return self._current.generation.group.collectives() - self._set_up.recorded
 
+    @staticmethod
+    def _is_scripts_own(handles: Handles) -> bool:
+        """transformers' Trainer is a loop of the platform's."""
+        return "transformers" not in handles.engine.followers
+
     def _batch_broken(self) -> None:
-        if self._handles is not None and not self._handles.engine.followers:
+        if self._handles is not None and self._is_scripts_own(self._handles):
             self._own.broken(self._current.generation.scope.of_script_in_batch())
 
     def _tell_recording(self) -> None:
