@@ -83,6 +83,23 @@ def test_survivors_of_a_killed_rank_stay_in_the_loop(
         assert flat(grown[0].told["average"][name]) == pytest.approx(flat(values), abs=1e-5)
 
 
+@pytest.mark.parametrize("stage", [2, 3, None])
+def test_a_loop_by_range_stays_where_nobody_joins(crew: Crew, tmp_path: Path, stage: int | None) -> None:
+    """It evaluates after each epoch. Seen: from the second epoch on every change had the set-up of all done again."""
+    ranges = {"ranges": True, "in_loop": True}
+    engine = engine_of(stage)
+    still = trained(crew, tmp_path / "still", ranges, **engine)
+    _assert_ended(trained(crew, tmp_path, ranges, end_at=PER_EPOCH + 1, **engine), "ended", PER_EPOCH + 1)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    fewer = trained(crew, tmp_path, ranges, 2, checkpoint=newest.id, **engine)
+    _assert_ended(fewer, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in fewer] == [1, 1]
+    assert fewer[0].told["completed"] == LAST_STEP
+    assert [line[:2] for line in fewer[0].told["log"]] == [line[:2] for line in still[0].told["log"]]
+    logged = [line[2] for line in fewer[0].told["log"]]
+    assert logged == pytest.approx([line[2] for line in still[0].told["log"]], rel=1e-5)
+
+
 def test_rank_0_that_is_lost_leaves_its_part_to_one_whose_set_up_has_not_asked(crew: Crew, tmp_path: Path) -> None:
     """accelerate itself has asked, and learns of the change."""
     config = {"accumulates": ACCUMULATES}

@@ -257,6 +257,25 @@ def test_a_worker_that_joins_waits_for_nobody_in_collectives_of_its_own(
         assert all(reason in why for why in left)
 
 
+@pytest.mark.parametrize(("place", "by"), [("after", "range"), ("before", "elastic.epochs")])
+def test_collectives_between_epochs_leave_survivors_in_their_loop(
+    crew: Crew, tmp_path: Path, place: str, by: str
+) -> None:
+    """In the second epoch two of three go on, and later a new worker joins: it alone needs the functions of all."""
+    config = {"stage": 1, "in_loop": True, "url": str(tmp_path), "place": place, "by": by}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
+    checkpoint, left = None, []
+    for who, end_at in (([0, 1, 2], 6), ([2, 0], 7), ([2, 0, 1], None)):
+        if end_at is None:
+            crew.replace(1)
+        ended = crew.run(who, "setting_up.joins_in", config, end_at=end_at, checkpoint=checkpoint, **more)
+        _assert_ended(ended, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        checkpoint = CheckpointStore(str(tmp_path), "run").list()[0].id
+        left.append([[p for p in crew.members[number].points if p.startswith("left")] for number in (0, 2)])
+    assert left[:2] == [[[], []], [[], []]]
+    assert all("between two iterations, takes part in collectives" in why for points in left[2] for (why,) in [points])
+
+
 @pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3", "FSDP2"])
 def test_what_the_set_up_holds_is_not_walked_in_a_pause(crew: Crew, tmp_path: Path, engine: str) -> None:
     """A million objects of the user's, or of the compiler's, take Python 0.1 s."""

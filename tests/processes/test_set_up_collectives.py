@@ -126,14 +126,19 @@ def test_a_set_up_that_is_another_than_that_of_the_others_is_done_by_all_togethe
 
 
 def test_what_is_too_much_to_keep_is_agreed_on_by_all_together(crew: Crew, tmp_path: Path, still: Run) -> None:
+    """Where a worker joins; those that are left have what it gave."""
     asks = config(tmp_path, big=True)
     begun = crew.run([0, 1, 2], FUNCTION, asks, end_at=2, **MORE)
     assert begun[0].told["recording"] == b""
-    for number in (0, 1, 2):
+    fewer = crew.run([0, 1], FUNCTION, asks, end_at=3, checkpoint=newest(tmp_path), **MORE)
+    assert not any(point.startswith("left: ") for number in (0, 1) for point in crew.members[number].points)
+    crew.replace(2)
+    grown = crew.run([0, 1, 2], FUNCTION, asks, checkpoint=newest(tmp_path), **MORE)
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert told(grown, "calls") == [2, 2, 1]
+    for number in (0, 1):
         assert any("its collectives gave more than 1 MiB" in point for point in crew.members[number].points)
-    moved = crew.run([0, 1], FUNCTION, asks, checkpoint=newest(tmp_path), **MORE)
-    _assert_ended(moved, "finished", LAST_STEP)
-    assert _distance(still.losses, Run(tmp_path, [begun, moved]).losses) <= 8 * FLOOR
+    assert _distance(still.losses, Run(tmp_path, [begun, fewer, grown]).losses) <= 8 * FLOOR
 
 
 @pytest.mark.parametrize(("stage", "by_step"), [(2, False), (1, False), (2, True)])

@@ -41,3 +41,9 @@ def test_a_loop_that_asks_for_the_runs_step_is_believed() -> None:
     own = _of(1, 0)
     own.by_step = True
     assert (own.why, own.unsure, _of(1, before=own).unsure) == ("", "", "")
+
+
+def test_collectives_outside_of_the_steps_are_the_scripts_in_every_call() -> None:
+    own = _of(1, 1)
+    own.outside, own.by_step = "an evaluation", True
+    assert (own.why, OwnCollectives(own).why) == ("an evaluation", "an evaluation")

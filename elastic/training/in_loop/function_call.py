@@ -77,8 +77,7 @@ class FunctionCall:
         self._reason: str | None = None
         self._elsewhere: str | None = None
         self._stays = True
-        # The user's code outside of the steps has taken part in collectives; how many there were when it began.
-        self._joins_in: str | None = None
+        # How many collectives there were when the user's code outside of the steps began.
         self._collectives: int | None = None
         # The user's code sets learning rates that differ between ranks, or from those of a step that is repeated.
         self._rates_apart = False
@@ -350,7 +349,7 @@ class FunctionCall:
         before, self._collectives = self._collectives, None
         if before is not None and self._begun_by_script() > before:
             why = f" ({self._set_up.recording.why})" if self._set_up.recording.why else ""
-            self._joins_in = f"{code} takes part in collectives, which a worker that joins does with all others{why}"
+            self._own.outside = f"{code} takes part in collectives, which a worker that joins does with all others{why}"
 
     def _begun_by_script(self) -> int:
         """Collectives of this rank; without those whose results are kept for whoever joins."""
@@ -368,8 +367,8 @@ class FunctionCall:
     def _tell_recording(self) -> None:
         """To workers that join; again with each generation, for a controller that was restarted."""
         scope, recording = self._current.generation.scope, self._set_up.recording
-        if scope.spec.rank == 0 and (recording.made or self._joins_in):
-            scope.coordinator.recorded(b"" if self._joins_in else recording.packed())
+        if scope.spec.rank == 0 and (recording.made or self._own.outside):
+            scope.coordinator.recorded(b"" if self._own.outside else recording.packed())
 
     def _look_for_rates(self, error: BaseException) -> None:
         self._rates_apart = self._rates_apart or are_apart(error)
@@ -380,8 +379,6 @@ class FunctionCall:
             return "its elastic.initialize had not returned"
         if not self._stays:
             return "the engine could not be built again on the same model"
-        if self._joins_in is not None:
-            return self._joins_in
         if self._rates_apart:
             return (
                 "it sets learning rates from a counter of its own, which is ahead of the run or differs between ranks; "

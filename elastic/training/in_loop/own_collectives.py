@@ -1,8 +1,9 @@
-"""Collectives of the training loop's own, within its steps: does it take part in some steps and not in others?
+"""Collectives of the script's own: outside of its steps, or within them, in some and not in others?
 
 `if i % 100 == 0: all_reduce(loss)` does so by a counter that a function begins anew when it is called. A worker that
 joins would stand at another collective than those that stay in their loop: they would wait for each other, or gloo
-would end a process. By the run's step (`elastic.get_context().step`) all ranks are at the same.
+would end a process. By the run's step (`elastic.get_context().step`) all ranks are at the same. So it is with one
+before the first batch or between two epochs. Those that stay in their loop are at the same in either case.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class OwnCollectives:
         # Has the loop asked for the run's step?
         self.by_step: bool = before is not None and before.by_step
         self.apart: bool = before is not None and before.apart
+        # Why a worker that joins begins with all others: what the script does outside of its steps.
+        self.outside: str = "" if before is None else before.outside
         # Has it made any, and enough steps to tell?
         self._any, self.sure = False, False
         self._in_steps: list[int] = []
@@ -61,8 +64,8 @@ class OwnCollectives:
 
     @property
     def why(self) -> str:
-        """Why such a function begins together with those of all other ranks; empty where it may stay."""
-        return APART if self.apart and not self.by_step else ""
+        """Why a function that begins needs those of all other ranks to begin with it; empty where they may stay."""
+        return self.outside or (APART if self.apart and not self.by_step else "")
 
     @property
     def unsure(self) -> str:
