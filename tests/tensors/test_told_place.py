@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,19 @@ import torch.distributed as dist
 
 import elastic
 from elastic.core.mesh import Mesh, MeshSettings
+from elastic.engines import foreign_loops
 from elastic.runtime.worker.ray_train_face import ContextFace
 from elastic.training.in_loop.ahead import Ahead, listen, until_needed
 from elastic.training.in_loop.set_up import SetUp
+from elastic.training.user import accelerate_calls
+
+
+@pytest.fixture(autouse=True)
+def _left() -> Iterator[None]:
+    """As the generation that is joined does, when it ends. Seen: accelerate trained in no later test."""
+    yield
+    foreign_loops.allow()
+    accelerate_calls.left()
 
 
 def _ahead(
