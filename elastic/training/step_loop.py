@@ -272,7 +272,9 @@ class StepLoop:
         if self._repeated is not None:
             with self._scope.translating():
                 self._repeated.check(progress.step + 1, self.plan.positions(progress.step)[0], progress.content)
-        progress.fenced_s += self._saving().before_update()
+        # Not the script's own: see `GenerationScope.of_script`.
+        with self._scope.translating():
+            progress.fenced_s += self._saving().before_update()
 
     def unequal(self, flag: bool, number: int) -> bool:
         """Is `flag` set on any rank, or is `number`, of 63 bits, not the same on all? Stages of a pipeline may have

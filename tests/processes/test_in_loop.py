@@ -13,6 +13,7 @@ from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _distance, _engine, _undis
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.generation_spec import BatchSettings
+from elastic.core.settings import AnomalySettings
 
 pytestmark = pytest.mark.processes
 
@@ -255,6 +256,28 @@ def test_a_worker_that_joins_waits_for_nobody_in_collectives_of_its_own(
         left = [point for point in points[rank] + crew.members[rank].points if point.startswith("left")]
         assert len(left) == again
         assert all(reason in why for why in left)
+
+
+# What the platform does between two batches of a script.
+WATCHED = {"noise_every_steps": 2, "audit_every_steps": 2, "checkpoint_every_steps": 2, "anomalies": AnomalySettings()}
+
+
+@pytest.mark.parametrize(
+    ("engine", "watched"), [("ZeRO-1", {}), ("ZeRO-3", {}), ("FSDP2", {}), ("ZeRO-0", WATCHED), ("FSDP2", WATCHED)]
+)
+def test_who_has_joined_stays_when_another_one_joins(
+    crew: Crew, tmp_path: Path, engine: str, watched: dict[str, Any]
+) -> None:
+    """Seen: the verification of what it began with was taken for collectives of the script's own in its first step,
+    and a loop that makes them in some steps and not in others begins with all others."""
+    config = {**ENGINES[engine], "in_loop": True, "place": "nowhere", "by": "elastic.epochs", "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "engine": _engine(config), **watched}
+    checkpoint = None
+    for who, end_at in (([0, 1], 2), ([0, 1, 2], 5), ([0, 1, 2, 3], None)):
+        ended = crew.run(who, "setting_up.joins_in", config, end_at=end_at, checkpoint=checkpoint, **more)
+        _assert_ended(ended, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        checkpoint = CheckpointStore(str(tmp_path), "run").list()[0].id
+    assert [[p for p in crew.members[number].points if p.startswith("left")] for number in range(3)] == [[], [], []]
 
 
 @pytest.mark.parametrize(("place", "by"), [("after", "range"), ("before", "elastic.epochs")])

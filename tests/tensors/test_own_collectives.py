@@ -28,6 +28,22 @@ def test_steps_of_two_generations_are_not_compared() -> None:
     assert (own.why, own.unsure) == ("", "")
 
 
+def test_some_and_none_are_not_the_same_in_two_generations() -> None:
+    """Seen: two workers were in the first collective of their loop, alone, and only they began again."""
+    own = _of(0, 0)
+    own.goes_on()
+    own.batch_over(0, last=True)
+    assert own.why == ""
+    own.broken(1)
+    assert own.why == APART
+    own = _of(1)
+    own.goes_on()
+    own.batch_over(0, last=True)
+    assert own.why == "", "the rest of a step"
+    own.batch_over(0, last=True)
+    assert own.why == APART
+
+
 def test_a_collective_of_a_broken_step_that_no_step_had_before() -> None:
     own = _of(1, 1)
     own.broken(1)

@@ -33,8 +33,8 @@ class OwnCollectives:
         self.apart: bool = before is not None and before.apart
         # Why a worker that joins begins with all others: what the script does outside of its steps.
         self.outside: str = "" if before is None else before.outside
-        # Has it made any, and enough steps to tell?
-        self._any, self.sure = False, False
+        # Has it made any, has it made a step without, and enough steps to tell?
+        self._any, self._none, self.sure = False, False, False
         self._in_steps: list[int] = []
         self._in_this = 0
         self._partial = False
@@ -52,8 +52,9 @@ class OwnCollectives:
             return
         if not self._partial:
             self._in_steps.append(self._in_this)
+            self._none = self._none or self._in_this == 0
         self._in_this, self._partial = 0, False
-        self.apart = self.apart or len(set(self._in_steps)) > 1
+        self._compare()
         self.sure = self.sure or len(self._in_steps) >= _ENOUGH
 
     def broken(self, count: int) -> None:
@@ -61,6 +62,11 @@ class OwnCollectives:
         self._any = self._any or count > 0
         more = bool(self._in_steps) and self._in_this + count > max(self._in_steps)
         self.apart = self.apart or more
+        self._compare()
+
+    def _compare(self) -> None:
+        """Some and none are not the same with any number of batches."""
+        self.apart = self.apart or len(set(self._in_steps)) > 1 or (self._any and self._none)
 
     @property
     def why(self) -> str:
