@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from elastic.core.errors import UsageError
 from elastic.integrations import accelerate_arguments as arguments
+from elastic.integrations.accelerate_ends import PREPARED
 from elastic.integrations.accelerate_objects import (
-    PREPARED,
     PreparedLoader,
     PreparedModel,
     PreparedOptimizer,
@@ -137,6 +137,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if PartialState().distributed_type == DistributedType.NO:
             engine.begin_again("accelerate takes this process for one that trains alone")
         engine.followers = frozenset({"accelerate"})
+        # Scripts save `if accelerator.is_main_process`.
+        engine.follow_rank_0()
         clipping = (spec.engine_config or {}).get("gradient_clipping")
         self.updates.begin(engine, batches, workers_planned(spec), clipping)
 
@@ -144,8 +146,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def sync_gradients(self) -> bool:
-        """Does the step end with the batch at hand? Not where it is abandoned: it is made with later ones."""
-        return bool(self.gradient_state.sync_gradients and not self.updates.abandoned)
+        """Does the step end with the batch at hand? Not where it is abandoned, and made with later ones; nor where the
+        run has gone back, and the script was told of this step before."""
+        return self.updates.tells_end()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -174,7 +177,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """`loss` is the mean over the batch, as with accelerate: not divided by the accumulation."""
         if kwargs:
             raise UsageError(f"{_NAME}: backward({', '.join(kwargs)}=...) is not supported")
-        self.updates.engine.backward(loss)
+        self.updates.backward(loss)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -187,7 +190,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Where the step ends, the update is made here, and the norm returned before clipping; `optimizer.step()` is to
         follow. None for the other batches of a step. Raises UsageError where the job clips to another norm."""
-        arguments.refuse_clipping(self.updates.engine.module, parameters, norm_type)
+        if not arguments.clips(self.updates.engine.module, parameters, norm_type):
+            return torch.zeros((), device=self.device)
         return self.updates.clip(float(max_norm), self.device)
 
     def clip_grad_value_(self, *_: Any, **__: Any) -> None:
@@ -251,7 +255,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: Any = None, *_: Any, **__: Any) -> Any:
-        """One more save of the platform's. Returns `output_dir`."""
+        """One more save of the platform's. Returns `output_dir`. In an epoch rank 0 alone may call it."""
         return accelerate_calls.save_state(self, output_dir)
 
     def load_state(self, *_: Any, **__: Any) -> None:

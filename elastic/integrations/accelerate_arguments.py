@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.integrations.engine_config import Asked, completed, workers_planned
+from elastic.training.watch.once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -125,19 +126,29 @@ def compile_model(plugin: Any, model: torch.nn.Module) -> None:
     model.compile(backend=str(getattr(backend, "value", backend)).lower(), **options)
 
 
-def refuse_clipping(model: torch.nn.Module, parameters: Any, norm_type: float) -> None:
-    """Raises UsageError for a norm of a part of the gradient, and for another than the L2 norm."""
+def clips(model: torch.nn.Module, parameters: Any, norm_type: float) -> bool:
+    """False where it is given no parameters, as an iterator is that the optimizer has used up: accelerate clips nothing
+    then. Raises UsageError for a norm of a part of the gradient, and for another than the L2 norm."""
     if float(norm_type) != 2.0:
         raise _refused(f"clip_grad_norm_(norm_type={norm_type})", "the engine clips by the L2 norm")
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    asked = sum(1 for parameter in parameters if parameter.requires_grad)
+    given = list(parameters)
+    if not given:
+        warn_once(
+            logger,
+            "accelerator.clip_grad_norm_ was given no parameters, and clips nothing: an iterator, as filter(...), "
+            "is empty when the optimizer has been made of it; give it a list",
+        )
+        return False
+    asked = sum(1 for parameter in given if parameter.requires_grad)
     trained = sum(1 for parameter in model.parameters() if parameter.requires_grad)
     if asked != trained:
         raise _refused(
             f"clip_grad_norm_ of {asked} of the {trained} trained parameters",
             "the engine clips the whole gradient",
         )
+    return True
 
 
 def is_scheduler(each: Any) -> bool:

@@ -11,13 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
 from elastic.core.errors import UsageError
-from elastic.training import api, context
+from elastic.integrations.accelerate_ends import PREPARED, Ends, steps_made
+from elastic.training import context
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.stand_in import StandIn
-
-# Under which the schedulers are registered that `prepare` was given.
-PREPARED = "accelerate_scheduler_"
 
 TOGETHER = (
     "one model is trained, with one optimizer and one DataLoader: give them to accelerator.prepare(), in one call or "
@@ -63,7 +61,7 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
 
 class Updates:
     """The updates that a script's calls ask for: 1. `begin`, when there is an engine 2. for each batch `begin_batch`,
-    maybe `clip`, and `make`."""
+    maybe `clip`, `make`, and `end_batch`."""
 
     def __init__(self, gradient_state: Any) -> None:
         self.pieces = Pieces()
@@ -82,8 +80,11 @@ class Updates:
         # Is a batch at hand? How many steps schedulers of the script's own have made in this step, before its end.
         self._at_hand, self._early = False, 0
         # Of the batch at hand: the update was made where it was to be clipped; it was asked for; it was not applied.
-        self._clipped = self._asked = False
+        self._clipped = self._asked = self._backward = False
         self.skipped = False
+        # Was the script told that the batch at hand ends a step, when it had asked for the update? Is that noted?
+        self._told, self._noted = False, True
+        self._ends = Ends()
 
     def begin(self, engine: ElasticEngine, batches: ElasticLoader, planned: int, clipping: float | None) -> None:
         """`clipping` is what the job itself says."""
@@ -124,18 +125,62 @@ class Updates:
         if self._gradient_state.sync_gradients or self.skipped:
             self._early = 0
         self.given += 1
-        self._clipped = self._asked = False
+        self._clipped = self._asked = self._backward = self._told = self._noted = False
         self._at_hand = True
         self._gradient_state._set_sync_gradients(self.engine.is_gradient_accumulation_boundary())
+        self._ends.begin(self.engine)
+
+    @property
+    def ends_step(self) -> bool:
+        """Does the step end with the batch at hand? Not where it is abandoned: it is made with later ones."""
+        return bool(self._gradient_state.sync_gradients and not self.abandoned)
+
+    def tells_end(self) -> bool:
+        """The same, as the script is told: it has counted what is made again."""
+        if not self.ends_step or self._untold:
+            return False
+        self._told = self._asked
+        if self._at_hand:
+            self._ends.telling()
+        return True
+
+    @property
+    def _untold(self) -> bool:
+        return self._engine is not None and self._engine.untold
+
+    def end_batch(self) -> None:
+        """The script is done with it. Once for each batch."""
+        noted, self._noted = self._noted, True
+        if noted:
+            return
+        if not self._gradient_state.sync_gradients:
+            if self._backward and not self._asked:
+                # Scripts may ask for an update only where a step ends.
+                self._step()
+            return
+        if not self._untold:
+            if self._told or not self.abandoned:
+                self._ends.tell(self.engine)
+        elif not self.abandoned:
+            if not self._asked:
+                self.make()
+            for scheduler in self._ends.left_out().elements():
+                scheduler.step()
 
     def end_batches(self) -> None:
         self._at_hand = False
+        if self._engine is not None:
+            self._engine.untold = False
+
+    def scheduled(self, scheduler: Any) -> None:
+        if self._at_hand and self._gradient_state.sync_gradients:
+            self._ends.now.scheduled[scheduler] += 1
 
     def counts(self) -> bool:
         """Does a step count that a scheduler of the script's own makes now? With each batch such as many do as there
         are batches of a worker in a step with all the workers that the run is planned for: as many as without it."""
         if not self._at_hand:
-            return bool(self.given or api.get_context().step == 0)
+            return bool(self.given or steps_made() == 0)
         if self.abandoned or self._gradient_state.sync_gradients:
             return not self.abandoned
         self._early += 1
@@ -149,9 +194,19 @@ class Updates:
             if isinstance(target, LRScheduler) and not name.startswith(PREPARED):
                 follow(target, self.counts)
 
+    def backward(self, loss: torch.Tensor) -> None:
+        self._backward = True
+        self.engine.backward(loss)
+
     def clip(self, largest: float, device: torch.device) -> torch.Tensor | None:
         if not self._gradient_state.sync_gradients:
             return None
+        self._clip(largest)
+        norm = 0.0 if self.engine.abandoned else self.engine.get_global_grad_norm()
+        return None if norm is None else torch.tensor(norm, device=device)
+
+    def _clip(self, largest: float) -> None:
+        self._ends.now.clipped = largest
         if self._clipping is None:
             self._clips = True
             self.engine.clip(largest)
@@ -162,11 +217,11 @@ class Updates:
             )
         self._clipped = True
         self._step()
-        norm = 0.0 if self.engine.abandoned else self.engine.get_global_grad_norm()
-        return None if norm is None else torch.tensor(norm, device=device)
 
     def make(self) -> None:
         self._asked = True
+        if self._untold and self.ends_step and not self._clipped and (largest := self._ends.before.clipped) is not None:
+            self._clip(largest)
         if self._clipped:
             return
         if self._clips and self._gradient_state.sync_gradients:
@@ -245,10 +300,13 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         from accelerate.utils import send_to_device
 
+        # The loop may have been left after a batch.
+        self._updates.end_batch()
         try:
             for batch in self._updates.batches:
                 self._updates.begin_batch()
                 yield batch if self._device is None else send_to_device(batch, self._device)
+                self._updates.end_batch()
         finally:
             self._updates.end_batches()
 
@@ -298,13 +356,14 @@ class PreparedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         updates = self._accelerator.updates
-        if updates.begun and not updates.given and api.get_context().step > 0:
+        updates.scheduled(self)
+        if updates.begun and not updates.given and steps_made() > 0:
             # After the epochs before the one that the run is in, which are empty: these are in its state.
             return
         if not self._accelerator.step_scheduler_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self._accelerator.sync_gradients or updates.skipped:
+        if not updates.ends_step or updates.skipped:
             return
         for _ in range(self._times):
             # torch's OneCycleLR raises beyond its end.

@@ -67,6 +67,11 @@ class ElasticEngine:
         self._begins_again: str | None = None
         # Packages that learn of this rank's changes: it does not matter that they have been told it before.
         self.followers: frozenset[str] = frozenset()
+        # Of a loop that is told where steps end, as of accelerate: the last step of which it was; is it told of those
+        # again that are repeated; is the one at hand repeated, and not told?
+        self.told_step, self.tells_again, self.untold = 0, False, False
+        # It has collectives of its own after it was told.
+        self.meets_at_ends = False
         self._buffers = PaddingBuffers()
         self._rates = Rates()
         self._passes = PassLog()
@@ -326,6 +331,13 @@ class ElasticEngine:
                 raise
             return False
         return True
+
+    def follow_rank_0(self) -> None:
+        """Between the batches of an epoch rank 0 alone may call `save_checkpoint`. On all ranks, before the first step.
+
+        The first save may be of a later step than the one it is called after: it goes with the next snapshot in memory.
+        """
+        self._steps.follow_rank_0()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         """(checkpoint, client_state) of what `elastic.initialize` has restored already; (None, None) for a new run.

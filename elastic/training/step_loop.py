@@ -309,6 +309,10 @@ class StepLoop:
             return progress.next_batch + 1 == len(progress.batches)
         return (self.plan.micro_steps if self.over else len(self.plan.deal(self._scope.step))) == 1
 
+    def follow_rank_0(self) -> None:
+        """In saves within steps, for which rank 0 alone may ask. On all ranks, before the first step."""
+        self._asking().follow_rank_0()
+
     def ask_save(self) -> None:
         """Save the current step, or the one just finished, when it is closed; a closed one at once. Collective. Where
         islands train by themselves, after the next outer step.

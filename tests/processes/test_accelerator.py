@@ -100,6 +100,81 @@ def test_a_loop_by_range_stays_where_nobody_joins(crew: Crew, tmp_path: Path, st
     assert logged == pytest.approx([line[2] for line in still[0].told["log"]], rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3, None])
+@pytest.mark.parametrize("only_at_ends", [True, False])
+def test_a_step_that_is_made_again_is_counted_once(
+    crew: Crew, tmp_path: Path, stage: int | None, only_at_ends: bool
+) -> None:
+    """Two of three workers go back from the fifth step to the third. Seen: the loop of diffusers' script that counted
+    five steps twice was left five steps before the others' end."""
+    engine, loop = engine_of(stage), {"in_loop": True, "only at ends": only_at_ends, "gathers": True}
+    still = trained(crew, tmp_path / "still", loop, **engine)
+    fewer = gone_back(crew, tmp_path / "moved", loop, [2, 0], **engine)
+    assert [outcome.told["calls"] for outcome in fewer] == [1, 1]
+    assert_as(fewer, still)
+
+
+def test_what_is_registered_sees_a_step_again(crew: Crew, tmp_path: Path) -> None:
+    """It goes back with the run."""
+    loop = {"in_loop": True, "averages": True}
+    still = trained(crew, tmp_path / "still", loop, **engine_of(2))
+    fewer = gone_back(crew, tmp_path / "moved", loop, [2, 0], **engine_of(2))
+    assert fewer[0].told["completed"] == LAST_STEP + 2
+    for name, values in still[0].told["average"].items():
+        assert flat(fewer[0].told["average"][name]) == pytest.approx(flat(values), abs=1e-5)
+
+
+@pytest.mark.parametrize("at_ends", [True, False])
+def test_a_step_that_is_made_again_with_a_new_worker(crew: Crew, tmp_path: Path, at_ends: bool) -> None:
+    """Which is told of it. Where the loop has collectives of its own at a step's end, all are."""
+    loop = {"in_loop": True, "gathers": True, "gathers at ends": at_ends}
+    still = trained(crew, tmp_path / "still", loop, **engine_of(2))
+    again = gone_back(crew, tmp_path / "moved", loop, [2, 0, 1], **engine_of(2))
+    assert [outcome.told["calls"] for outcome in again] == [1, 1, 1]
+    assert [outcome.told["completed"] for outcome in again[:2]] == [LAST_STEP + 2 * at_ends] * 2
+    assert again[2].told["completed"] == LAST_STEP - PER_EPOCH
+    assert_as(again[:2], still, counted=not at_ends)
+
+
+def test_collectives_at_a_steps_end_are_left_out_with_it(crew: Crew, tmp_path: Path) -> None:
+    """They are in each step all the same: a worker that joins later leaves the others in their loop."""
+    loop = {"in_loop": True, "gathers at ends": True}
+    fewer = gone_back(crew, tmp_path, loop, [2, 0], end_at=7, **engine_of(2))
+    assert [outcome.told.get("completed") for outcome in fewer] == [None, None], "they are in their loop"
+    crew.replace(1)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0].id
+    config = {"accumulates": ACCUMULATES, **loop, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "anomalies": AnomalySettings()}
+    grown = crew.run([2, 0, 1], TRAINS, config, checkpoint=newest, **more, **engine_of(2))
+    _assert_ended(grown, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in grown] == [1, 1, 1]
+    assert [outcome.told["completed"] for outcome in grown[:2]] == [LAST_STEP] * 2
+
+
+def gone_back(
+    crew: Crew, url: Path, loop: dict[str, Any], who: list[int], end_at: int | None = None, **engine: Any
+) -> list[Outcome]:
+    config = {"accumulates": ACCUMULATES, **loop, "url": str(url)}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "anomalies": AnomalySettings(), **engine}
+    begun = crew.run([0, 1, 2], TRAINS, config, end_at=5, checkpoint_every_steps=1, **more)
+    _assert_ended(begun, "ended", 5)
+    (base,) = [each.id for each in CheckpointStore(str(url), "run").list() if each.step == PER_EPOCH]
+    if 1 in who:
+        crew.replace(1)
+    done = crew.run(who, TRAINS, config, checkpoint=base, end_at=end_at, **more)
+    _assert_ended(done, "ended" if end_at else "finished", end_at or LAST_STEP)
+    return done
+
+
+def assert_as(done: list[Outcome], still: list[Outcome], counted: bool = True) -> None:
+    for outcome in done if counted else ():
+        assert outcome.told["completed"] == LAST_STEP
+        assert outcome.told["rates"] == pytest.approx(still[0].told["rates"], rel=1e-12)
+        assert outcome.told["norms"] == pytest.approx(still[0].told["norms"], rel=1e-4)
+    for name, values in still[0].told["weights"].items():
+        assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
+
+
 def test_rank_0_that_is_lost_leaves_its_part_to_one_whose_set_up_has_not_asked(crew: Crew, tmp_path: Path) -> None:
     """accelerate itself has asked, and learns of the change."""
     config = {"accumulates": ACCUMULATES}
@@ -150,6 +225,16 @@ def test_nothing_is_clipped_where_the_script_does_not(
         assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
 
 
+@pytest.mark.parametrize("stage", [2, None])
+def test_an_iterator_that_is_used_up_clips_nothing(crew: Crew, tmp_path: Path, stage: int | None) -> None:
+    """Seen: diffusers' LoRA scripts were refused, since they would clip 0 of 64 parameters."""
+    alone = accelerator_loop.plain({"accumulates": ACCUMULATES * 3, "plain": True, "clips none": True})
+    done = trained(crew, tmp_path, {"clips none": True}, **engine_of(stage))
+    assert set(alone["norms"].values()) == set(done[0].told["norms"].values()) == {0.0}
+    for name, values in alone["weights"].items():
+        assert flat(done[0].told["weights"][name]) == pytest.approx(flat(values), abs=1e-5)
+
+
 def test_it_trains_on_a_stream(crew: Crew, tmp_path: Path) -> None:
     """Whose passes are epochs, at any number of workers; it has no length."""
     pytest.importorskip("datasets")
@@ -157,6 +242,15 @@ def test_it_trains_on_a_stream(crew: Crew, tmp_path: Path) -> None:
     _assert_ended(three, "finished", LAST_STEP)
     _assert_ended(two, "finished", LAST_STEP)
     assert two[0].told["norms"] == pytest.approx(three[0].told["norms"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 3, None])
+def test_rank_0_alone_may_ask_for_a_save(crew: Crew, tmp_path: Path, stage: int | None) -> None:
+    """As diffusers' scripts do. Seen: in a run's first generation its save met the gradients of the others, and gloo
+    ended a process."""
+    done = trained(crew, tmp_path, {"saves_every": 4}, **engine_of(stage))
+    _assert_ended(done, "finished", LAST_STEP)
+    assert sorted(each.step for each in CheckpointStore(str(tmp_path), "run").list()) == [4, 8, LAST_STEP]
 
 
 def test_its_checkpoints_are_the_platforms(crew: Crew, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_request_of_rank_0_is_the_runs(caplog: pytest.LogCaptureFixture) -> 
             break
     assert dues == [False, False, True], "with the third, a snapshot"
     first.made()
-    assert "was called after step 0, for the first time since workers have changed, and step 3 is saved" in caplog.text
+    assert "was called after step 0, for the first time, and step 3 is saved" in caplog.text
     assert user.saves
     first.announce()
     assert not first.due()

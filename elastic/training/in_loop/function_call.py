@@ -253,7 +253,10 @@ class FunctionCall:
         self._own.by_step = True
 
     def batch_over(self, own: int, last: bool) -> None:
-        if self._handles is None or self._is_scripts_own(self._handles):
+        if self._handles is not None and self._handles.engine.untold:
+            # It may leave out collectives that it makes at a step's end.
+            self._own.goes_on()
+        elif self._handles is None or self._is_scripts_own(self._handles):
             self._own.batch_over(own, last)
         if last:
             self._made = max(self._made, self._current.generation.scope.step)
@@ -462,11 +465,17 @@ class FunctionCall:
         """Join the generation and build its engine underneath the handles. Returns why the function is to be called
         again instead, by all together; empty where it is not."""
         assert self._given is not None
+        assert self._handles is not None
         runner.join(self)
         self._own.goes_on()
-        together = self._set_up.joined(runner.generation.group, called=False, own=self._own, behind=self._behind)
+        engine = self._handles.engine
+        together = self._set_up.joined(
+            runner.generation.group, called=False, own=self._own, behind=self._behind, told=engine.told_step
+        )
         if together:
             return together
+        # One that is told, and another that is not, would not meet in what the script does at a step's end.
+        engine.tells_again = engine.meets_at_ends and not self._set_up.alike
         try:
             assemble(runner.generation, self._given, self._handles, self._held)
             self._held, self._asked = None, False

@@ -18,17 +18,22 @@ class SaveRequests:
     In a run's first generation all functions have begun together, and ask together. Later a worker that has joined may
     count from its own beginning (`if step % 1000 == 0`), so only rank 0's requests count. Once a function has asked,
     each step has an exchange for it; the run's state tells workers that join. Before the first request nothing is
-    exchanged for it: that one goes with the next snapshot in memory. `apart`: where islands train by themselves each
-    answers for itself.
+    exchanged for it: that one goes with the next snapshot in memory. So it is from the beginning where rank 0 alone may
+    ask (`follow_rank_0`). `apart`: where islands train by themselves each answers for itself.
     """
 
     def __init__(self, scope: GenerationScope, user: State, snapshots: Snapshots, apart: bool) -> None:
         self._scope = scope
         self._user = user
         self._snapshots = snapshots
+        self._apart = apart
         self._alone = apart or scope.spec.generation == 1
         # The step of the oldest request that was not met.
         self._asked: int | None = None
+
+    def follow_rank_0(self) -> None:
+        """On all ranks, before the first step."""
+        self._alone = self._apart
 
     def ask(self) -> None:
         if self._asked is None:
@@ -52,8 +57,8 @@ class SaveRequests:
         asked, self._asked = self._asked, None
         if asked is not None and asked < self._scope.step and self._scope.spec.rank == 0 and not self._alone:
             logger.warning(
-                "engine.save_checkpoint was called after step %d, for the first time since workers have changed, and "
-                "step %d is saved; from here on it is the step itself",
+                "engine.save_checkpoint was called after step %d, for the first time, and step %d is saved, the next "
+                "that memory has a snapshot of; from here on it is the step itself",
                 asked,
                 self._scope.step,
             )
