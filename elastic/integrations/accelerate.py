@@ -146,9 +146,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def sync_gradients(self) -> bool:
-        """Does the step end with the batch at hand? Not where it is abandoned, and made with later ones; nor where the
-        run has gone back, and the script was told of this step before."""
-        return self.updates.tells_end()
+        """Does the step end with the batch at hand? False where the step is abandoned, and made with later batches, and
+        where it is a repeated one that the script has seen before."""
+        return self.updates.shows_end()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

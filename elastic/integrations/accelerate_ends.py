@@ -1,8 +1,8 @@
-"""The ends of steps that a script has been told, by `accelerator.sync_gradients`, and is not told again.
+"""Which ends of steps a script is shown by `accelerator.sync_gradients`: each once, also where a step is repeated.
 
-After a loss a run may go back over steps that the script has counted, logged and saved already. They are made again as
-they were: what the script has asked for at a step's end is asked for in its place. What is registered goes back with
-the run, and must see its steps again; then the script is told.
+After a loss a run may repeat steps that the script has counted, logged and saved already. Their ends are hidden from
+the script, and the step is made as it was: it is clipped to the same norm, and the same schedulers step. Objects that
+the script has registered are restored to the earlier step, and need its updates again: then repeated steps are shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.training.generation import Generation
 
 # Under which the schedulers are registered that `prepare` was given.
 PREPARED = "accelerate_scheduler_"
-# Steps further back are told again.
+# How many steps are remembered. Older ones are shown again if they are repeated.
 _MOST = 1000
 
 
@@ -30,34 +30,34 @@ class End:
 
 
 class Ends:
-    """Of one call of the function. For each batch `begin`, and `told` or `untold` where it was the last of its step."""
+    """Of one call of the function. For each batch `begin`; then `note` where it was the last of a step, and shown."""
 
     def __init__(self) -> None:
-        self._told: dict[int, End] = {}
-        # Of the batch at hand; and the collectives of the script's own, up to when it was told.
+        self._shown: dict[int, End] = {}
+        # Of the batch at hand; and how many collectives of its own the script had made when it was shown the end.
         self.now = End(0)
         self._collectives: int | None = None
 
     def begin(self, engine: ElasticEngine) -> None:
         self.now, self._collectives = End(steps_made() + 1), None
-        engine.untold = self.now.step in self._told and not engine.tells_again and not _goes_back()
+        engine.hidden = self.now.step in self._shown and not engine.shows_repeated and not _goes_back()
 
     @property
     def before(self) -> End:
         """Of the step at hand, when it was made before."""
-        return self._told[self.now.step]
+        return self._shown[self.now.step]
 
-    def telling(self) -> None:
-        """What the script does with the rest of this batch may depend on it."""
+    def shown(self) -> None:
+        """Collectives of the script that follow in this batch may depend on it."""
         if self._collectives is None:
             self._collectives = _generation().scope.of_script()
 
-    def tell(self, engine: ElasticEngine) -> None:
+    def note(self, engine: ElasticEngine) -> None:
         if self._collectives is not None and _generation().scope.of_script() > self._collectives:
-            engine.meets_at_ends = True
-        self._told[self.now.step] = self.now
-        self._told.pop(self.now.step - _MOST, None)
-        engine.told_step = self.now.step
+            engine.collectives_at_ends = True
+        self._shown[self.now.step] = self.now
+        self._shown.pop(self.now.step - _MOST, None)
+        engine.shown_step = self.now.step
 
     def left_out(self) -> Counter[Any]:
         """How often each scheduler has not stepped, with this batch, as it has before."""
@@ -70,7 +70,7 @@ def steps_made() -> int:
 
 
 def _goes_back() -> bool:
-    """Does anything of the script's, besides the prepared schedulers?"""
+    """Has the script registered anything besides the prepared schedulers, that is restored with the run?"""
     state = _generation().state
     return bool(state) or any(not name.startswith(PREPARED) for name in state.objects)
 

@@ -82,8 +82,8 @@ class Updates:
         # Of the batch at hand: the update was made where it was to be clipped; it was asked for; it was not applied.
         self._clipped = self._asked = self._backward = False
         self.skipped = False
-        # Was the script told that the batch at hand ends a step, when it had asked for the update? Is that noted?
-        self._told, self._noted = False, True
+        # Was the script shown that the batch at hand ends a step, after its update? Is the batch dealt with?
+        self._shown, self._noted = False, True
         self._ends = Ends()
 
     def begin(self, engine: ElasticEngine, batches: ElasticLoader, planned: int, clipping: float | None) -> None:
@@ -125,7 +125,7 @@ class Updates:
         if self._gradient_state.sync_gradients or self.skipped:
             self._early = 0
         self.given += 1
-        self._clipped = self._asked = self._backward = self._told = self._noted = False
+        self._clipped = self._asked = self._backward = self._shown = self._noted = False
         self._at_hand = True
         self._gradient_state._set_sync_gradients(self.engine.is_gradient_accumulation_boundary())
         self._ends.begin(self.engine)
@@ -135,21 +135,21 @@ class Updates:
         """Does the step end with the batch at hand? Not where it is abandoned: it is made with later ones."""
         return bool(self._gradient_state.sync_gradients and not self.abandoned)
 
-    def tells_end(self) -> bool:
-        """The same, as the script is told: it has counted what is made again."""
-        if not self.ends_step or self._untold:
+    def shows_end(self) -> bool:
+        """The same for the script, from which the ends of repeated steps are hidden: it has counted them already."""
+        if not self.ends_step or self._hidden:
             return False
-        self._told = self._asked
+        self._shown = self._asked
         if self._at_hand:
-            self._ends.telling()
+            self._ends.shown()
         return True
 
     @property
-    def _untold(self) -> bool:
-        return self._engine is not None and self._engine.untold
+    def _hidden(self) -> bool:
+        return self._engine is not None and self._engine.hidden
 
     def end_batch(self) -> None:
-        """The script is done with it. Once for each batch."""
+        """The script is done with it. Once for each batch. Raises UsageError for a step that ends without an update."""
         noted, self._noted = self._noted, True
         if noted:
             return
@@ -158,9 +158,14 @@ class Updates:
                 # Scripts may ask for an update only where a step ends.
                 self._step()
             return
-        if not self._untold:
-            if self._told or not self.abandoned:
-                self._ends.tell(self.engine)
+        if not self._hidden:
+            if self._backward and not (self._asked or self._clipped or self.abandoned):
+                raise UsageError(
+                    "a step ends with this batch, and optimizer.step() was not called: which batches end one depends "
+                    "on the number of workers; call it with every batch, or where accelerator.sync_gradients is true"
+                )
+            if self._shown or not self.abandoned:
+                self._ends.note(self.engine)
         elif not self.abandoned:
             if not self._asked:
                 self.make()
@@ -170,7 +175,7 @@ class Updates:
     def end_batches(self) -> None:
         self._at_hand = False
         if self._engine is not None:
-            self._engine.untold = False
+            self._engine.hidden = False
 
     def scheduled(self, scheduler: Any) -> None:
         if self._at_hand and self._gradient_state.sync_gradients:
@@ -220,7 +225,7 @@ class Updates:
 
     def make(self) -> None:
         self._asked = True
-        if self._untold and self.ends_step and not self._clipped and (largest := self._ends.before.clipped) is not None:
+        if self._hidden and self.ends_step and not self._clipped and (largest := self._ends.before.clipped) is not None:
             self._clip(largest)
         if self._clipped:
             return

@@ -67,11 +67,11 @@ class ElasticEngine:
         self._begins_again: str | None = None
         # Packages that learn of this rank's changes: it does not matter that they have been told it before.
         self.followers: frozenset[str] = frozenset()
-        # Of a loop that is told where steps end, as of accelerate: the last step of which it was; is it told of those
-        # again that are repeated; is the one at hand repeated, and not told?
-        self.told_step, self.tells_again, self.untold = 0, False, False
-        # It has collectives of its own after it was told.
-        self.meets_at_ends = False
+        # accelerate's loops are shown where each step ends. These are the last step that was shown, whether repeated
+        # steps are shown a second time, and whether the step at hand is a repeated one that is hidden.
+        self.shown_step, self.shows_repeated, self.hidden = 0, False, False
+        # The loop has collectives of its own that may depend on it.
+        self.collectives_at_ends = False
         self._buffers = PaddingBuffers()
         self._rates = Rates()
         self._passes = PassLog()

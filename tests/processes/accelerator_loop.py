@@ -109,7 +109,7 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
     average = Decayed(accelerator.unwrap_model(model))
     if config.get("averages"):
         accelerator.register_for_checkpointing(average)
-    completed = 0
+    completed = given = 0
     for epoch in elastic.epochs(EPOCHS) if epochs is None else epochs:
         model.train()
         for batch in train:
@@ -124,9 +124,10 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
                 accelerator.backward(loss)
                 # Older scripts do not ask whether the step ends.
                 if (config.get("raw") or accelerator.sync_gradients) and completed < config.get("clips", LAST):
-                    given = used_up if config.get("clips none") else model.parameters()
-                    told["norm"] = accelerator.clip_grad_norm_(given, CLIPPED_TO)
-                if accelerator.sync_gradients or not config.get("only at ends"):
+                    clipped = used_up if config.get("clips none") else model.parameters()
+                    told["norm"] = accelerator.clip_grad_norm_(clipped, CLIPPED_TO)
+                counted = (given := given + 1) % config.get("updates_every", 1) == 0
+                if accelerator.sync_gradients if config.get("only at ends") else counted:
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()

@@ -126,7 +126,7 @@ def test_what_is_registered_sees_a_step_again(crew: Crew, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("at_ends", [True, False])
 def test_a_step_that_is_made_again_with_a_new_worker(crew: Crew, tmp_path: Path, at_ends: bool) -> None:
-    """Which is told of it. Where the loop has collectives of its own at a step's end, all are."""
+    """The new worker is shown its end. So are the others where the loop has collectives of its own at a step's end."""
     loop = {"in_loop": True, "gathers": True, "gathers at ends": at_ends}
     still = trained(crew, tmp_path / "still", loop, **engine_of(2))
     again = gone_back(crew, tmp_path / "moved", loop, [2, 0, 1], **engine_of(2))
@@ -259,6 +259,13 @@ def test_its_checkpoints_are_the_platforms(crew: Crew, tmp_path: Path) -> None:
     steps = [entry.step for entry in CheckpointStore(str(tmp_path / "runs"), "run").list()]
     assert steps == [9, 6, 3]
     assert not (tmp_path / "own").exists()
+
+
+def test_updates_by_a_count_of_batches_are_refused(crew: Crew, tmp_path: Path) -> None:
+    """Where a step ends without one."""
+    done = trained(crew, tmp_path, {"updates_every": 3, "clips": 0}, **engine_of(2))
+    _assert_ended(done, "usage_error", 0)
+    assert "a step ends with this batch, and optimizer.step() was not called" in done[0].result.message
 
 
 REFUSED = [

@@ -14,12 +14,12 @@ from elastic.training.in_loop.set_up import SetUp
 
 
 @pytest.mark.parametrize(
-    ("told", "called", "alike"),
+    ("shown", "called", "alike"),
     [((5, 5), (False, False), True), ((5, 4), (False, False), False), ((5, 5), (False, True), False)],
-    ids=["alike", "one was not told", "one begins"],
+    ids=["alike", "one was not shown", "one begins"],
 )
-def test_functions_are_alike_that_were_told_the_same(
-    told: tuple[int, int], called: tuple[bool, bool], alike: bool
+def test_functions_are_alike_that_were_shown_the_same(
+    shown: tuple[int, int], called: tuple[bool, bool], alike: bool
 ) -> None:
     """One of them may have heard of the loss before the end of its step."""
     store = dist.HashStore()
@@ -28,7 +28,7 @@ def test_functions_are_alike_that_were_told_the_same(
 
     def join(rank: int) -> bool:
         set_up = SetUp()
-        set_up.joined(group, called=called[rank], own=OwnCollectives(), told=told[rank])
+        set_up.joined(group, called=called[rank], own=OwnCollectives(), shown=shown[rank])
         return set_up.alike
 
     with ThreadPoolExecutor(2) as pool:

@@ -253,8 +253,8 @@ class FunctionCall:
         self._own.by_step = True
 
     def batch_over(self, own: int, last: bool) -> None:
-        if self._handles is not None and self._handles.engine.untold:
-            # It may leave out collectives that it makes at a step's end.
+        if self._handles is not None and self._handles.engine.hidden:
+            # The loop may have left out collectives that it makes at the end of other steps.
             self._own.goes_on()
         elif self._handles is None or self._is_scripts_own(self._handles):
             self._own.batch_over(own, last)
@@ -470,12 +470,12 @@ class FunctionCall:
         self._own.goes_on()
         engine = self._handles.engine
         together = self._set_up.joined(
-            runner.generation.group, called=False, own=self._own, behind=self._behind, told=engine.told_step
+            runner.generation.group, called=False, own=self._own, behind=self._behind, shown=engine.shown_step
         )
         if together:
             return together
-        # One that is told, and another that is not, would not meet in what the script does at a step's end.
-        engine.tells_again = engine.meets_at_ends and not self._set_up.alike
+        # A loop from which the end is hidden would not come to a collective at which another one waits.
+        engine.shows_repeated = engine.collectives_at_ends and not self._set_up.alike
         try:
             assemble(runner.generation, self._given, self._handles, self._held)
             self._held, self._asked = None, False

@@ -55,7 +55,7 @@ class SetUp:
         # Do all ranks make the other collectives? How many the function was given instead; why not the next one.
         self._all, self._given, self._unmatched = False, 0, ""
         self._within = False
-        # Do all functions stay, and have they been told of the same steps?
+        # Do all functions stay, and have they been shown the ends of the same steps?
         self.alike = False
 
     def begins(self) -> None:
@@ -73,11 +73,11 @@ class SetUp:
         called: bool,
         own: OwnCollectives,
         behind: bool = False,
-        told: int = 0,
+        shown: int = 0,
     ) -> str:
         """The function is `called`, in this generation or ahead of it; else it stays in its loop, and may be `behind`:
-        have stood by while there were steps. `own`: what is known of its loop's collectives; `told`: of which step it
-        has been told last (`ElasticEngine.told_step`). Collective.
+        have stood by while there were steps. `own`: what is known of its loop's collectives; `shown`: the
+        last step whose end it was shown (`ElasticEngine.shown_step`). Collective.
 
         Returns why it is to be called again in this very generation, as on all other ranks; empty where it is not.
         Raises CollectiveFailed where it was given what the others do not have, and torch's DistError.
@@ -93,7 +93,7 @@ class SetUp:
             self._say_of_loop(own)
             if behind:
                 self._say("behind", "")
-            if group.store.compare_set(self._key("told"), "", str(told)).decode() != str(told):
+            if group.store.compare_set(self._key("shown"), "", str(shown)).decode() != str(shown):
                 self._say("differ", "")
         count = store.add(self._key("joined"), _JOINED + _CALLED * called + _MEETS * meets + _MAKES * makes)
         if count % _CALLED == size:
