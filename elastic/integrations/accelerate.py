@@ -199,6 +199,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def gather(self, tensor: Any) -> Any:
         """accelerate's. In a step that is abandoned, as a peer was lost, this worker's own values in every place."""
+        self.updates.leave_loop()
         try:
             return super().gather(tensor)
         except Exception as error:
@@ -208,12 +209,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """accelerate's. In a step that is abandoned this worker's own values."""
+        self.updates.leave_loop()
         try:
             return super().reduce(tensor, reduction, scale)
         except Exception as error:
             if not self._abandons(error):
                 raise
             return tensor
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        self.updates.leave_loop()
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        self.updates.leave_loop()
+        super().wait_for_everyone()
 
     def _abandons(self, error: Exception) -> bool:
         return self.updates.begun and self.updates.engine.abandons(error)
@@ -281,6 +291,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """The whole model's. Where it is on several workers all of them call it; None on others than the first."""
+        self.updates.leave_loop()
         engine = self.updates.engine if self.updates.trains(model) else None
         if engine is None or everywhere(engine):
             return super().get_state_dict(model, unwrap)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from elastic.core.errors import UsageError
 from elastic.integrations.accelerate_ends import PREPARED, Ends, steps_made
+from elastic.integrations.transformers_weights import everywhere
 from elastic.training import context
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.engine import ElasticEngine
@@ -172,6 +173,11 @@ class Updates:
             for scheduler in self._ends.left_out().elements():
                 scheduler.step()
 
+    def leave_loop(self) -> None:
+        """Before collectives: a script that counts its steps may have left its loop, and be in it on a new worker."""
+        if self._batches is not None:
+            self._batches.leave_together()
+
     def end_batches(self) -> None:
         self._at_hand = False
         if self._engine is not None:
@@ -261,8 +267,12 @@ class PreparedModel(StandIn):
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         from accelerate.utils import convert_to_fp32
 
+        updates = object.__getattribute__(self, "_updates")
+        if updates.begun and not everywhere(updates.engine):
+            # An evaluation gathers weights.
+            updates.leave_loop()
         output = self._target(*inputs, **kwargs)
-        return convert_to_fp32(output) if object.__getattribute__(self, "_updates").in_16_bits else output
+        return convert_to_fp32(output) if updates.in_16_bits else output
 
 
 class PreparedOptimizer(StandIn):

@@ -165,8 +165,9 @@ class StepLoop:
         self.ended_by_epochs = False
         self._repeated = repeated
         self._requests: SaveRequests | None = requests
-        # By a function that has returned, here or elsewhere.
+        # By a function that has returned, here or elsewhere; its loop, which was left early, here or elsewhere.
         self._ended = False
+        self.left = False
         # The weights are those of another step.
         self._loaded = False
         self._open_step: FinishedStep | None = None
@@ -199,11 +200,12 @@ class StepLoop:
         """Get ready for the next micro-batch; closes the last step where it is complete, and begins the next.
 
         False where the run is over, its last step being saved then (not yet where `ended_by_epochs`), where the
-        function has returned on another rank, or where the next step is not of `epoch`: what the user's code does
-        between two epochs belongs to the last step of the first.
+        function has returned on another rank or has `left` its loop there, or where the next step is not of `epoch`:
+        what the user's code does between two epochs belongs to the last step of the first.
         Raises GenerationEnded where the generation ends here, and UsageError where the last micro-batch was not
         finished.
         """
+        self.left = False
         if self.finished:
             return False
         self._scope.check()
@@ -213,7 +215,9 @@ class StepLoop:
         if self.progress is None or self.progress.complete:
             if not self._goes_on(epoch):
                 return False
-            ends = self._returned_anywhere(False)
+            ends = self._over_anywhere()
+            if self.left:
+                return False
             self._close_step()
             if ends:
                 self._save_last()
@@ -232,6 +236,12 @@ class StepLoop:
         """The last micro-batch of a step is at hand: what comes next is agreed on while it is computed. Collective."""
         if self._course is not None:
             self._course.look_ahead()
+
+    def leave(self) -> None:
+        """The loop was left after a step, and collectives of the script follow: on other ranks it is left, too. To be
+        called once. Collective."""
+        if self.progress is not None and self.progress.complete and not self.over:
+            self._over_anywhere(left=True)
 
     def finish(self) -> None:
         """The run is over: close its last step and save it. Raises GenerationEnded where the generation ends here."""
@@ -370,7 +380,7 @@ class StepLoop:
             self.finish()
         else:
             # First: a save that the function has asked for at its end is made where the step is closed.
-            self._returned_anywhere(True)
+            self._over_anywhere(returned=True)
             self._close_step()
             self._save()
             self.finished = not self.plan.bounded
@@ -449,8 +459,9 @@ class StepLoop:
             self._save(durable=stop is not Stop.MEMORY)
             self._scope.end_as_planned(last=stop is Stop.LAST)
 
-    def _returned_anywhere(self, here: bool) -> bool:
-        """Ends the run for all where the function has returned on one rank, `here` or elsewhere. Collective.
+    def _over_anywhere(self, returned: bool = False, left: bool = False) -> bool:
+        """Ends the run for all where the function has returned on one rank, here or elsewhere, and the iteration where
+        it has left its loop. Collective.
 
         Only where nothing else ends it, and a counter of the function's own may differ: ranks have begun it in
         different generations, or have repeated different steps. Epochs of a stream end together, and islands go apart.
@@ -459,14 +470,15 @@ class StepLoop:
         if self.plan.bounded or self._course is not None or self._scope.spec.generation == 1 or goes_apart:
             return False
         with self._scope.translating():
-            (self._ended,), (differs,) = self._saving().agreement.any_and_unequal([here], [here])
+            agreement = self._saving().agreement
+            (self._ended, self.left), (differs,) = agreement.any_and_unequal([returned, left], [returned or left])
         if differs and self._scope.spec.rank == 0:
+            what, ends = ("has returned", "run") if self._ended else ("has left its loop", "loop")
             logger.warning(
-                "the training function has returned on some workers after step %d and not on others: it counts steps "
-                "by itself, and the run ends here for all. Give the job max_steps, or count by "
-                "elastic.get_context().step",
-                self._scope.step,
-            )
+                "the training function %s on some workers after step %d and not on others: it counts steps by itself, "
+                "and the %s ends here for all. Give the job max_steps, or count by elastic.get_context().step",
+                what, self._scope.step, ends,
+            )  # fmt: skip
         return self._ended
 
     def _save_last(self) -> None:

@@ -88,7 +88,7 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
     updates = EPOCHS * math.ceil(TRAINED / BATCH / processes / accumulates)
     shape = partial(rises_and_falls, warmup=2 * processes, total=updates * processes)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
-    crew.point("set up") if epochs is None else None
+    crew.point("set up") if not config.get("plain") else None
     if config.get("after"):
         # Piece by piece, and with a schedule that is made with what `prepare` has given.
         model = accelerator.prepare(model)
@@ -147,6 +147,9 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
                     average.add(accelerator.unwrap_model(model))
                 if accelerator.is_main_process and completed % config.get("saves_every", LAST) == 0:
                     accelerator.save_state(f"step_{completed}")
+                if completed >= config.get("most", LAST):
+                    # As transformers' scripts have it, at `max_train_steps`.
+                    break
         model.eval()
         lost = []
         for batch in evaluated:

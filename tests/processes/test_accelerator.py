@@ -136,6 +136,28 @@ def test_a_step_that_is_made_again_with_a_new_worker(crew: Crew, tmp_path: Path,
     assert_as(again[:2], still, counted=not at_ends)
 
 
+@pytest.mark.parametrize(("stage", "most"), [(0, 8), (3, 8), (None, 8), (1, 7), (1, 6)])
+def test_a_loop_that_is_left_by_a_counter_is_left_by_all(
+    crew: Crew, tmp_path: Path, stage: int | None, most: int
+) -> None:
+    """A new worker counts from its own beginning. Seen: it stood at the next step, and the others in the evaluation
+    after their loop, until the run was ended. The last of them leaves where an epoch ends for it."""
+    loop = {"accumulates": ACCUMULATES, "ranges": True, "in_loop": True, "most": most, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "anomalies": AnomalySettings()}
+    still = crew.run([0, 1, 2], TRAINS, {**loop, "url": str(tmp_path / "still")}, **more, **engine_of(stage))
+    # After the last step of an epoch the next iteration is the next epoch's, and is left after one step.
+    _assert_ended(still, "finished", 7 if most == 6 else most)
+    _assert_ended(crew.run([0, 1, 2], TRAINS, loop, end_at=2, **more, **engine_of(stage)), "ended", 2)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    crew.replace(1)
+    done = crew.run([0, 2, 1], TRAINS, loop, checkpoint=newest.id, **more, **engine_of(stage))
+    _assert_ended(done, "finished", still[0].result.step)
+    assert [outcome.told["calls"] for outcome in done] == [1, 1, 1]
+    counted = still[0].told["completed"]
+    assert [outcome.told["completed"] for outcome in done] == [counted, counted, counted - 2]
+    assert_as(done, still, counted=False)
+
+
 def test_collectives_at_a_steps_end_are_left_out_with_it(crew: Crew, tmp_path: Path) -> None:
     """They are in each step all the same: a worker that joins later leaves the others in their loop."""
     loop = {"in_loop": True, "gathers at ends": True}

@@ -62,6 +62,8 @@ class ElasticLoader:
         self._epoch_ended = self._ended_before = 0
         # The last iteration was left before it was told that its epoch is over.
         self._left_early = False
+        # Of the iteration that was left by the script (`break`), until others have been told or the next one begins.
+        self._left_in: int | None = None
         self._empty_in_a_row = 0
 
     def open(self, scope: GenerationScope, steps: StepLoop, reader: MicroBatchReader) -> None:
@@ -169,6 +171,13 @@ class ElasticLoader:
         for _ in elapsing_epochs(self):
             yield iter(self)
 
+    def leave_together(self) -> None:
+        """Collectives of the script follow, on all ranks. Where its loop was left before its epoch ended, others may be
+        in it still, by counters of their own: it is left there, too. Collective."""
+        epoch, self._left_in = self._left_in, None
+        if epoch is not None and self._steps.epoch <= epoch:
+            self._steps.leave()
+
     def on_its_own(self) -> None:
         """From here on the user's code runs outside of the steps."""
         if self._in_loop is not None:
@@ -203,6 +212,7 @@ class ElasticLoader:
             # Perhaps after the very last batch of its epoch: then this one is the next epoch's.
             self._next_epoch = max(self._next_epoch, self._steps.epoch)
         epoch, began, given = self._next_epoch, self._scope.step, self.given
+        self._left_in = None
         self._refuse_endless()
         if self._in_loop is not None:
             self._in_loop.comes_back()
@@ -215,6 +225,12 @@ class ElasticLoader:
                 if self._in_loop is not None and not self._scope.broken:
                     self._in_loop.batch_over(self._scope.of_script_in_batch(), last)
                     self._scope.before_batch = None
+            if self._steps.left:
+                # As here: the epoch goes on with the next iteration.
+                return
+        except GeneratorExit:
+            self._left_in = epoch
+            raise
         finally:
             self.on_its_own()
         self._next_epoch, self._left_early = epoch + 1, False
