@@ -4,6 +4,7 @@
     |-- for the user, who must change the job
     |   |-- UsageError            (exit 2)    bad job file, bad configuration, bad entry point
     |   |   |-- ModelMismatch     (exit 2)    a resume with another model
+    |   |   |-- MeshRefused       (exit 2)    a model that so many workers cannot share
     |   |   |-- NobodyAnswers     (exit 2)    no cluster at the address, or none for now
     |   |   `-- TokenRefused      (exit 2)    a cluster at the address that wants another token
     |   `-- UserCodeError         (exit 100)  the training function raised
@@ -62,6 +63,10 @@ class ElasticError(Exception):
 
 class UsageError(ElasticError):
     exit_code = 2
+
+
+class MeshRefused(UsageError):
+    """The model cannot be cut for this mesh; another one may do, where the job says `tp: any`."""
 
 
 class ModelMismatch(UsageError):

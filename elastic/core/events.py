@@ -288,6 +288,16 @@ class UserCodeFailed:
 
 
 @dataclass(frozen=True)
+class MeshRefused:
+    """The model cannot be cut for this generation's mesh, as every member finds; the job leaves the sizes open."""
+
+    generation: int
+    worker: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
 class AnomalyFound:
     """After `step` finished steps, the loss or gradient of the next one is non-finite; that step was not saved.
 
@@ -467,9 +477,9 @@ class ControlStoreBack:
 
 GenerationEvent = (
     GroupJoined | RestoreProgressed | SetUpProgressed | TrainingReached | FirstStepDone | StepTimeMeasured |
-    MemoryMeasured | ProgressStalled | CollectiveFailed | UserCodeFailed | AnomalyFound | AuditFailed | StepSkipped |
-    StragglerFound | CollectivesSlowed | RestoreFailed | StopPromised | MemoryLost | WorkerLeft | WorkerCompleted |
-    MembersReported
+    MemoryMeasured | ProgressStalled | CollectiveFailed | UserCodeFailed | MeshRefused | AnomalyFound | AuditFailed |
+    StepSkipped | StragglerFound | CollectivesSlowed | RestoreFailed | StopPromised | MemoryLost | WorkerLeft |
+    WorkerCompleted | MembersReported
 )  # fmt: skip
 
 Event = (

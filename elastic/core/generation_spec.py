@@ -68,6 +68,8 @@ class GenerationSpec:
     tp: int = 1
     # By how many ranks each layer may be shared in other generations; empty: by as many.
     tp_sizes: tuple[int, ...] = ()
+    # They are all that there could be: one that the model cannot be cut by is left out (`MeshRefused`).
+    any_tp: bool = False
     ep: int = 1
     # By how many ranks the experts may be shared in other generations; empty: by as many. Where there are several
     # numbers the model's experts have the same names with `ep` 1.

@@ -11,8 +11,9 @@ from typing import Any
 @dataclass(frozen=True)
 class Incident:
     """`kind` is one of node-lost, node-frozen, worker-lost, worker-frozen, hang, collective-failed, user-error,
-    anomaly, audit, usage-error, restore-failed, resize, stop. Times are wall clock seconds, keyed symptom, detected,
-    decided, fenced, group_ready, state_ready, first_step; a time that has not come yet is absent.
+    out-of-memory, mesh-refused, anomaly, audit, usage-error, restore-failed, resize, stop. Times are wall clock
+    seconds, keyed symptom, detected, decided, fenced, group_ready, state_ready, first_step; a time that has not come
+    yet is absent.
     """
 
     id: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from elastic.core.errors import UsageError
 
@@ -26,6 +27,7 @@ class MeshSettings:
 
     `rounded` says in words what became of worker counts that were not whole cells. `choices` are the sizes of axes that
     may change from one generation to the next (`sharding.mesh_policy`); the axis itself then has the largest of them.
+    `any_tp`: those of `tp` are all that there could be, and the model says which it cannot be cut by.
     `stages_per_rank`: how many stages of a pipeline the engine was told to give each rank.
     """
 
@@ -36,13 +38,15 @@ class MeshSettings:
     choices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pp: int = 1
     stages_per_rank: int = 1
+    any_tp: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", {axis: tuple(sizes) for axis, sizes in self.choices.items()})
 
     def shape(self, axes: Mapping[str, int]) -> MeshSettings:
         """These settings with one size for each axis."""
-        return replace(self, choices={}, rounded="", **dict(axes))
+        sizes: dict[str, Any] = dict(axes)
+        return replace(self, choices={}, rounded="", **sizes)
 
     @property
     def tp_sizes(self) -> tuple[int, ...]:
@@ -91,7 +95,9 @@ class MeshSettings:
         if self.choices:
             given = {"sp": self.sp, "tp": self.tp, "ep": self.ep, "pp": self.pp}
             fixed = {axis: size for axis, size in given.items() if size != 1}
-            said = fixed | {axis: list(sizes) for axis, sizes in self.choices.items()}
+            said: dict[str, Any] = fixed | {axis: list(sizes) for axis, sizes in self.choices.items()}
+            if self.any_tp:
+                said["tp"] = "any"
             return f"mesh: {{{', '.join(f'{axis}: {sizes}' for axis, sizes in said.items())}}}"
         return described(self.sp, self.tp, self.ep, self.pp)
 

@@ -50,7 +50,14 @@ class ResolvedConfig:
     full_batch: int | None = None
     said: str = ""
     tp_sizes: tuple[int, ...] = ()
+    # Whether the model can be cut by a size is found where a generation has it.
+    any_tp: bool = False
     sp: int = 1
+
+    @property
+    def required_tp(self) -> tuple[int, ...]:
+        """The sizes that the model must allow, besides the present one."""
+        return () if self.any_tp else self.tp_sizes
 
     @property
     def shares_change(self) -> bool:

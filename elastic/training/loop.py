@@ -16,6 +16,7 @@ from elastic.core.errors import (
     ElasticError,
     GenerationEnded,
     IntegrityError,
+    MeshRefused,
     RunOver,
     StorageError,
     UsageError,
@@ -149,6 +150,8 @@ class GenerationRunner:
         if scope.ended is not None:
             self._say_of_the_end(error)
             return self._result("ended", error, message=scope.ended)
+        if isinstance(error, MeshRefused) and self.spec.any_tp:
+            return self._result("mesh_refused", error)
         if isinstance(error, UsageError):
             return self._result("usage_error", error)
         failure = as_collective_failure(error, scope.where())
@@ -229,7 +232,7 @@ class GenerationRunner:
     def leave(self, result: GenerationResult, stays: bool = False) -> None:
         """Close everything. `stays`: the user's function continues with the next generation, on the same model."""
         scope, generation = self._scope, self.generation
-        if result.kind in ("user_error", "usage_error"):
+        if result.kind in ("user_error", "usage_error", "mesh_refused"):
             self._group.leave_together(_TOGETHER_S)
         if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not scope.planned):
             # Pending collectives of this rank would block the destruction of the groups. After a normal end nothing is

@@ -9,7 +9,15 @@ from elastic.core.data.steps import Range
 from elastic.core.errors import Where
 
 Kind = Literal[
-    "finished", "ended", "anomaly", "user_error", "collective_failed", "device_failed", "restore_failed", "usage_error"
+    "finished",
+    "ended",
+    "anomaly",
+    "user_error",
+    "collective_failed",
+    "device_failed",
+    "restore_failed",
+    "usage_error",
+    "mesh_refused",
 ]
 
 
@@ -45,6 +53,7 @@ class GenerationResult:
     anomaly             a step's loss or gradient was non-finite, as `bad_step` says; on every rank alike
     user_error          the user's function raised
     usage_error         the job or the user's loop cannot work as written (a UsageError); not worth retrying
+    mesh_refused        the model cannot be cut for this generation's mesh, and the job leaves the mesh open
     collective_failed   a peer was lost: `peer` is "host:port" and `peer_rank` its rank where they are known
     device_failed       the hardware of this rank's device
     restore_failed      the state of `checkpoint` could not be read or verified

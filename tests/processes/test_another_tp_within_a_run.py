@@ -12,6 +12,7 @@ import cells
 import pytest
 from cells import AT, LAST_STEP, WHOLE, Run
 from crew import Crew, Outcome
+from test_huggingface import LLAMA
 from test_oracle import _assert_ended, _distance
 from test_tensor_parallel import ALLOWED
 
@@ -74,3 +75,32 @@ def test_a_run_goes_on_with_other_slices_in_the_same_processes(
     # Those of the first generation were reported by ranks of which one is lost.
     assert positions == dict.fromkeys(range(AT * 10, 2 * cells.SIZE), 1)
     assert left == set(), "a model that was cut can be cut anew"
+
+
+@pytest.mark.parametrize(
+    ("function", "config", "sizes"),
+    [
+        # Of 20 words three cannot have as many each.
+        ("tensor_parallel.train", {"engine": "fsdp2"}, (1, 3, 2)),
+        # One head of keys and values is all that two could share.
+        ("hugging_face.train", {**LLAMA, "stage": 1, "model": {"num_key_value_heads": 1}}, (1, 2, 1)),
+        ("hugging_face.train", {**LLAMA, "stage": 3, "model": {"num_key_value_heads": 1}}, (1, 2, 1)),
+    ],
+)
+def test_a_number_that_the_model_refuses_leaves_functions_in_their_loop(
+    crew: Crew, tmp_path: Path, function: str, config: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    """`tp: any`: the next generation has another number."""
+    given = {**config, "in_loop": True, "url": str(tmp_path)}
+    most = max(sizes)
+    more = {**cells.of_run(config), "checkpoint_every_steps": 1, "tp_sizes": tuple(range(1, most + 1)), "any_tp": True}
+    before, refused, after = sizes
+    _assert_ended(crew.run(range(most), function, given, end_at=3, tp=before, **more), "ended", 3)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0].id
+    for outcome in crew.run(range(most), function, given, checkpoint=newest, tp=refused, **more):
+        assert (outcome.result.kind, outcome.clean) == ("mesh_refused", True), outcome.result
+        assert f"tp: {refused}" in outcome.result.message
+    done = crew.run(range(2), function, given, checkpoint=newest, tp=after, **more)
+    _assert_ended(done, "finished", LAST_STEP)
+    assert all(outcome.clean for outcome in done)
+    assert cells.left(crew) == set()

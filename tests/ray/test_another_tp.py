@@ -93,3 +93,35 @@ def test_layers_are_shared_by_as_many_as_each_generation_can(
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.allclose(value, after[name], atol=WEIGHTS, rtol=0), name
+
+
+def test_any_number_that_the_model_allows(cluster: LocalCluster, tmp_path: Path) -> None:
+    """`tp: any`. By three its steps would be the shortest, and of 20 words three workers have no equal parts."""
+    still = started(cluster, tmp_path / "still", "fsdp2", ScalingSettings(1, 1), MeshSettings())
+    still.allow(1 << 30)
+    still.start().finish()
+
+    mesh = MeshSettings(tp=3, choices={"tp": (1, 2, 3)}, any_tp=True)
+    run = started(cluster, tmp_path / "moved", "fsdp2", ScalingSettings(1, 3), mesh)
+    # Five micro-batches: two steps' worth of time for three workers, and with layers shared by three less.
+    run.settings = replace(run.settings, global_batch=10, micro_batch=2)
+    run.allow(7)
+    run.start()
+    run.reach(7)
+    run.wait_snapshot(7)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(3)
+    run.allow(1 << 30)
+    run.finish()
+
+    taken = [(told["world_size"], run.meshes()[told["number"]]["tp"]) for told in run.summary()["generations"]]
+    # A fourth node takes the place of the lost one.
+    assert taken[:3] == [(3, 3), (3, 1), (2, 1)]
+    assert {tp for _, tp in taken[3:]} <= {1}
+    refused, lost = run.summary()["incidents"][:2]
+    assert (refused["kind"], lost["kind"], lost["source"]) == ("mesh-refused", "node-lost", "memory")
+    assert "which 3 workers cannot share evenly" in refused["evidence"]
+    run.assert_whole()
+    assert list(run.losses()) == list(still.losses())
+    for number, loss in run.losses().items():
+        assert loss == pytest.approx(still.losses()[number], rel=CEILING, abs=CEILING), f"step {number}"

@@ -44,6 +44,7 @@ class Measured:
     generations. `resize_s`: the same of planned ones. `replacement_s`: from the loss of a node until the workers of
     the next new slot were ready. `step_s`: the median step, by world size. `losses` of nodes without notice within
     `node_s` node-seconds. `meshes`: by sizes of the axes that may change, where any may; `memory`: of the same.
+    `refused_tp`: sizes of that axis that the model cannot be cut by.
     """
 
     recovery_s: tuple[float, ...] = ()
@@ -54,6 +55,7 @@ class Measured:
     node_s: float = 0.0
     meshes: tuple[TriedMesh, ...] = ()
     memory: KnownMemory = field(default_factory=KnownMemory)
+    refused_tp: tuple[int, ...] = ()
 
     @property
     def typical_resize_s(self) -> float | None:
@@ -162,6 +164,11 @@ class Meter:
         others = [one for one in self.measured.meshes if (one.world_size, one.axes) != (world_size, axes)]
         known = (*others[1 - _MESHES :], TriedMesh(world_size, axes, step_s))
         return replace(self, measured=replace(self.measured, meshes=known))
+
+    def refused(self, tp: int) -> Meter:
+        """The model cannot be cut by so many workers."""
+        known = tuple(sorted({*self.measured.refused_tp, tp}))
+        return replace(self, measured=replace(self.measured, refused_tp=known))
 
     def remembered(self, world_size: int, axes: Axes, limit_bytes: int, rest_bytes: int, held: HeldState) -> Meter:
         """On this mesh a worker has `limit_bytes`, and at most `rest_bytes` were taken besides the state."""

@@ -11,6 +11,9 @@ from elastic.core.run.phase import Ending
 from elastic.core.run.state import RunState, Streaks
 from elastic.core.run.transition import Transition
 
+# Each has a bound of its own: a budget, or how many meshes there are.
+_BOUNDED = ("anomaly", "audit", "mesh-refused")
+
 
 def count_failure(transition: Transition, phase: Ending) -> None:
     """Spend the budgets: a streak grows unless the run got further than at the failure before."""
@@ -27,7 +30,7 @@ def count_failure(transition: Transition, phase: Ending) -> None:
     transition.set_trouble(
         streaks=replace(
             streaks,
-            crashes=streaks.crashes + (not passed_over and not node_lost and kind not in ("anomaly", "audit")),
+            crashes=streaks.crashes + (not passed_over and not node_lost and kind not in _BOUNDED),
             node_losses=streaks.node_losses + node_lost,
             user_errors=streaks.user_errors + (kind == "user-error"),
             in_place=streaks.in_place + 1 if not phase.lost and kind in ("collective-failed", "hang") else 0,

@@ -15,6 +15,7 @@ from elastic.core.events import (
     GroupJoined,
     MembersReported,
     MemoryLost,
+    MeshRefused,
     ProgressStalled,
     RestoreFailed,
     RestoreProgressed,
@@ -351,6 +352,17 @@ def user_code_failed(transition: Transition, event: UserCodeFailed) -> None:
     phase = transition.state.phase
     if isinstance(phase, Ending):
         transition.enter(replace(phase, raised=phase.raised.plus((event.worker,))))
+
+
+def mesh_refused(transition: Transition, event: MeshRefused) -> None:
+    """Its size of `tp` is left out from here on, which ends the run where no other is left."""
+    state = transition.state
+    if event.worker not in state.members:
+        return
+    transition.set(meter=state.meter.refused(state.axes["tp"]))
+    others = next_mesh(transition, state.world_size, None).candidates
+    kind = "usage-error" if all(one.refusal for one in others) else "mesh-refused"
+    fail_generation(transition, kind, event.error, event.step)
 
 
 def restore_failed(transition: Transition, event: RestoreFailed) -> None:

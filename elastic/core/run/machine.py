@@ -185,6 +185,8 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
             generations.collective_failed(transition, event)
         case ev.UserCodeFailed():
             generations.user_code_failed(transition, event)
+        case ev.MeshRefused():
+            generations.mesh_refused(transition, event)
         case ev.AnomalyFound():
             anomalies.anomaly_found(transition, event)
         case ev.AuditFailed():

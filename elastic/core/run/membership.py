@@ -319,6 +319,7 @@ def _mesh_facts(transition: Transition, size: int, base: KnownCheckpoint | None)
     return MeshFacts(
         settings.mesh, size, settings.scaling.min_workers, passes, state.meter.measured.meshes,
         state.axes or None, before, copies, nodes_of, state.meter.measured.memory,
+        state.meter.measured.refused_tp,
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ from elastic.core.wording import plural
 # The strongest evidence that was seen names the incident; weaker evidence is kept with it. A lost process is stronger
 # than an exception: user code that loses a peer in a collective may well raise something of its own.
 _KINDS = (
-    "resize", "stop", "collective-failed", "hang", "user-error", "out-of-memory", "anomaly", "audit", "worker-frozen",
-    "worker-lost", "node-frozen", "node-lost", "restore-failed", "usage-error",
+    "resize", "stop", "collective-failed", "hang", "user-error", "out-of-memory", "mesh-refused", "anomaly", "audit",
+    "worker-frozen", "worker-lost", "node-frozen", "node-lost", "restore-failed", "usage-error",
 )  # fmt: skip
 _STRENGTH = {name: rank for rank, name in enumerate(_KINDS)}
 # A thousand ranks that all report the same broken collective are not a thousand pieces of evidence.

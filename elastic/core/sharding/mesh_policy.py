@@ -31,7 +31,7 @@ class MeshFacts:
     """What the choice may look at. `workers` could be members, `least` must be. `passes`: the micro-batches of a step
     (None: not known before a script says). `before` is the mesh that the state was left on by `copies` (None: it comes
     from storage, or there is none). `nodes_of(world size, mesh)` are the nodes of the ranks in their order. `memory`:
-    what meshes have needed."""
+    what meshes have needed; `refused_tp`: by how many workers the model cannot be cut."""
 
     settings: MeshSettings
     workers: int
@@ -43,6 +43,7 @@ class MeshFacts:
     copies: Copies = field(default_factory=Copies)
     nodes_of: Callable[[int, MeshSettings], Sequence[str | None]] = lambda size, mesh: ()
     memory: KnownMemory = field(default_factory=KnownMemory)
+    refused_tp: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ def _judged(facts: MeshFacts) -> list[MeshCandidate]:
             needed = -(-max(1, facts.least) // shape.cell) * shape.cell
             found.append(replace(one, refusal=f"{facts.workers} workers, and it needs {needed}"))
             continue
+        if axes.get("tp") in facts.refused_tp:
+            found.append(replace(one, refusal=f"the model cannot be cut by {axes['tp']}"))
+            continue
         if (full := _out_of_memory(facts, one)) is not None:
             found.append(replace(one, refusal=f"memory did not suffice: {full.world_size} workers, {said(full.axes)}"))
             continue
@@ -163,8 +167,10 @@ def _need(facts: MeshFacts, one: MeshCandidate) -> MemoryNeed | None:
 
 
 def _preference(facts: MeshFacts, one: MeshCandidate) -> tuple[float, bool, int]:
-    """Bytes moved; then the present mesh; then the one that leaves each worker the most memory."""
-    return one.moved or 0.0, one.axes != facts.present, -facts.settings.shape(one.axes).cell
+    """Bytes moved; then the present mesh; then the one that leaves each worker the most memory. Of sizes that the job
+    has not chosen the smallest: what workers send each other within a layer is in no prediction."""
+    cell = facts.settings.shape(one.axes).cell
+    return one.moved or 0.0, one.axes != facts.present, cell if facts.settings.any_tp else -cell
 
 
 def _why(
@@ -177,7 +183,9 @@ def _why(
         return "the fastest step by what was measured" if best.measured else "the fastest step by prediction"
     if best.moved is not None and any((one.moved or 0.0) > best.moved for one in alike):
         return "as fast as any, and the fewest bytes move"
-    return "as fast as any, and no change" if best.axes == facts.present else "as fast as any, and the most memory left"
+    if best.axes == facts.present:
+        return "as fast as any, and no change"
+    return "as fast as any, and the " + ("fewest share layers" if facts.settings.any_tp else "most memory left")
 
 
 def outlook(facts: MeshFacts, left: Sequence[int]) -> str:

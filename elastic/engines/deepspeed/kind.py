@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import MeshRefused, UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
@@ -114,7 +114,9 @@ class DeepSpeed:
         sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)
         found = resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
         begins = spec.checkpoint is None
-        return replace(found, begins=begins, sp=mesh.sp, tp_sizes=spec.tp_sizes, ep_sizes=spec.ep_sizes)
+        return replace(
+            found, begins=begins, sp=mesh.sp, tp_sizes=spec.tp_sizes, any_tp=spec.any_tp, ep_sizes=spec.ep_sizes
+        )
 
     def build(
         self,
@@ -146,7 +148,8 @@ class DeepSpeed:
                 placed.release(objects.model)
             teardown.clear_stage3_globals()
             if refusal := form.refusal(error):
-                raise UsageError(refusal) from error
+                # What AutoTP does not like may be the number of workers.
+                raise (MeshRefused if form.tp > 1 else UsageError)(refusal) from error
             raise
         try:
             belongings.require_kept()
@@ -159,6 +162,8 @@ class DeepSpeed:
             )
         except UsageError:
             teardown.release_engine(native)
+            # Where only this mesh is refused, the next generation builds on the same model.
+            belongings.failed()
             raise
         if form.layered:
             prepare(native, form.shared)
@@ -216,6 +221,9 @@ class _Form:
         most = max((self.tp, *resolved.tp_sizes))
         if most > 1:
             tensor_parallel.refuse_unshardable(objects.model, most)
+        if self.tp > 1 and (resolved.native.get("zero_optimization") or {}).get("stage") == 3:
+            # It fails where a worker has nothing, before the slices can be looked at, and there alone.
+            tensor_parallel.require_heads(objects.model, self.tp)
         if self.ep:
             refuse_unplaceable(objects.model)
         if self.has_experts:

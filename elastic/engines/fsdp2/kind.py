@@ -89,7 +89,7 @@ class Fsdp2:
         found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
         native = {**found.native, _MESH: spec.mesh}
         found = replace(found, native=native, begins=spec.checkpoint is None)
-        return replace(found, tp_sizes=spec.tp_sizes, ep_sizes=spec.ep_sizes)
+        return replace(found, tp_sizes=spec.tp_sizes, any_tp=spec.any_tp, ep_sizes=spec.ep_sizes)
 
     def build(
         self,
@@ -102,10 +102,11 @@ class Fsdp2:
         model, plan, mesh = objects.model, None, resolved.native.get(_MESH)
         if is_released(model):
             put_back(model)
-        sizes = (1 if layer_group is None else layer_group.size(), *resolved.tp_sizes)
+        tp = 1 if layer_group is None else layer_group.size()
+        sizes = (tp, *resolved.required_tp)
         ep = (1 if mesh is None else mesh.ep, *resolved.ep_sizes)
         layers = require_shareable(model, ep, sizes) if max(ep) > 1 else {}
-        if max(sizes) > 1 or objects.tp_plan is not None:
+        if max((tp, *resolved.tp_sizes)) > 1 or objects.tp_plan is not None:
             plan = read_plan(objects.tp_plan, model, *sizes, experts=layers)
         given, pipeline = isinstance(model, FSDPModule), objects.pipeline
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
@@ -120,7 +121,7 @@ class Fsdp2:
                 meshes, cut, tied = shard_stage(
                     model, pipeline, row, resolved.native, device, resolved.begins, mesh, plan, layer_group, layers
                 )
-        require_even(model, resolved.tp_sizes)
+        require_even(model, resolved.required_tp)
         marks.carry(model)
         base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
         _empty(objects.model_parameters, before)

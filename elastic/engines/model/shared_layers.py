@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import MeshRefused, UsageError
 from elastic.core.mesh import described
 from elastic.engines.model.plain_names import named_modules
 
@@ -77,7 +77,7 @@ def refuse_split_heads(model: torch.nn.Module, name: str, tp: int) -> None:
     if count is None:
         count = heads_of(name, dict(named_modules(model)))
     if isinstance(count, int) and count % tp:
-        raise UsageError(
+        raise MeshRefused(
             f"{described(1, tp)}: {name!r} has {count} heads, which {tp} workers cannot share evenly; use a tp that "
             "divides the numbers of heads (num_attention_heads, num_key_value_heads; n_heads, n_kv_heads)"
         )

@@ -15,6 +15,7 @@ _DETECTORS = {
     "user-error": "the training function",
     "out-of-memory": "the training function",
     "usage-error": "the training function",
+    "mesh-refused": "the engine",
     "anomaly": "the ranks' losses and gradients",
     "audit": "an audit",
     "worker-frozen": "worker heartbeats",

@@ -30,6 +30,8 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
         error = result.message if result.kind == "usage_error" else f"{result.error_type}: {result.message}"
         usage = result.kind == "usage_error"
         return ev.UserCodeFailed(generation, worker, result.step, error, result.traceback or "", usage)
+    if result.kind == "mesh_refused":
+        return ev.MeshRefused(generation, worker, result.step, result.message)
     if result.kind == "restore_failed":
         # Unreachable storage says nothing about the checkpoint in it.
         away = (result.error_type or "").endswith(".StorageError")

@@ -28,7 +28,7 @@ from elastic.training.user.state import State
 logger = logging.getLogger(__name__)
 
 # A survivor continues after these. Everything else is the user's code, its use of the platform, or this rank's device.
-_SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed"})
+_SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed", "mesh_refused"})
 
 _ELSEWHERE = "it was not asking for its next batch: an evaluation, say"
 _IN_ITS_OWN = "a collective of its own has failed in a step, outside of `with elastic.step():`"

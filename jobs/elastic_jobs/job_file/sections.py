@@ -51,8 +51,8 @@ def checked_failures(value: Any) -> FailureSettings:
     return checked
 
 
-# What the sizes of an axis have to fit, so that they are listed one by one.
-_UNKNOWN = {"tp": "fit the model's heads and widths", "ep": "divide the number of experts"}
+# What `tp: any` may be, up to the workers of a large node: in every layer they wait for each other.
+_ANY_TP = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
 class MeshSpec(BaseModel):
@@ -62,7 +62,7 @@ class MeshSpec(BaseModel):
     model_config = CONFIG
 
     sp: Count = 1
-    tp: Count | list[Count] = 1
+    tp: Count | list[Count] | Literal["any"] = 1
     ep: Count | list[Count] = 1
     pp: Count | list[Count] = 1
 
@@ -73,12 +73,11 @@ class MeshSpec(BaseModel):
             return data
         if not isinstance(data.get("sp", 1), int):
             raise ValueError("sp is one number: dropout depends on it, so that it is fixed for a run")
-        for axis, what in _UNKNOWN.items():
-            if isinstance(data.get(axis), str):
-                raise ValueError(
-                    f"{axis}: say the sizes that a generation may have, as {axis}: [1, 2, 4]; each must {what}, which "
-                    "is not known before the model is built"
-                )
+        if isinstance(data.get("ep"), str):
+            raise ValueError(
+                "ep: say the sizes that a generation may have, as ep: [1, 2, 4]; each must divide the number of "
+                "experts, which is not known before the model is built"
+            )
         if "cp" in data:
             raise ValueError(
                 "cp (context parallelism, ring attention) is not supported: torch 2.13's does not train on a CPU, and "
@@ -90,25 +89,28 @@ class MeshSpec(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> MeshSpec:
-        for axis, sizes in self.changing.items():
+        for axis, sizes in self.changing().items():
             if not sizes or sorted(set(sizes)) != sizes:
                 raise ValueError(f"{axis}: the sizes, each once, the smallest first, not {sizes}")
         return self
 
-    @property
-    def changing(self) -> dict[str, list[int]]:
-        """The axes of which several sizes are given."""
-        axes = (("tp", self.tp), ("ep", self.ep), ("pp", self.pp))
-        return {axis: sizes for axis, sizes in axes if isinstance(sizes, list)}
+    def changing(self, most: int | None = None) -> dict[str, list[int]]:
+        """The axes of which several sizes are given. `most` workers there are at most."""
+        found = {axis: sizes for axis, sizes in (("ep", self.ep), ("pp", self.pp)) if isinstance(sizes, list)}
+        if self.tp == "any":
+            return {"tp": [size for size in _ANY_TP if most is None or self.sp * size <= max(most, self.sp)], **found}
+        return {"tp": self.tp, **found} if isinstance(self.tp, list) else found
 
-    def settings(self, rounded: str = "") -> MeshSettings:
-        choices = {axis: tuple(sizes) for axis, sizes in self.changing.items() if len(sizes) > 1}
-        tp, ep, pp = (sizes[-1] if isinstance(sizes, list) else sizes for sizes in (self.tp, self.ep, self.pp))
-        return MeshSettings(self.sp, rounded, tp, ep, choices, pp)
+    def settings(self, rounded: str = "", most: int | None = None) -> MeshSettings:
+        changing = self.changing(most)
+        choices = {axis: tuple(sizes) for axis, sizes in changing.items() if len(sizes) > 1}
+        given = {"tp": self.tp, "ep": self.ep, "pp": self.pp}
+        tp, ep, pp = (changing[axis][-1] if axis in changing else int(str(size)) for axis, size in given.items())
+        return MeshSettings(self.sp, rounded, tp, ep, choices, pp, any_tp=self.tp == "any")
 
     def cells(self, low: int, high: int) -> tuple[int, int, MeshSettings]:
         """Worker counts in whole cells: the smallest rounded up, the largest down. ValueError without any."""
-        mesh = self.settings()
+        mesh = self.settings(most=high)
         fewest, most = min(-(-low // cell) * cell for cell in mesh.cells), whole_cells(high, *mesh.cells)
         if most < fewest:
             sizes = " or ".join(map(str, mesh.cells))
@@ -118,7 +120,7 @@ class MeshSpec(BaseModel):
             for name, given, made in (("min_workers", low, fewest), ("max_workers", high, most))
             if given != made
         ]
-        return fewest, most, self.settings(", ".join(changes))
+        return fewest, most, self.settings(", ".join(changes), high)
 
 
 class CheckpointSpec(BaseModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import MeshRefused, UsageError
 from elastic.core.mesh import described
 from elastic.engines.deepspeed.refused import refuse_zero_init
 from elastic.engines.model.plain_names import named_modules
@@ -92,6 +92,20 @@ def require_slices(model: Any, tp: int) -> None:
         )
 
 
+def require_heads(model: Any, tp: int) -> None:
+    """Raises UsageError for a model of transformers' with fewer heads of keys and values."""
+    config = getattr(model, "config", None)
+    if (getattr(getattr(config, "text_config", None) or config, "num_key_value_heads", None) or tp) < tp:
+        raise _left_without("its attention", tp)
+
+
+def _left_without(what: str, tp: int) -> MeshRefused:
+    return MeshRefused(
+        f"{described(1, tp)}: AutoTP leaves a worker without any part of {what}, as it cuts between heads of keys and "
+        "values (num_key_value_heads); use a tp of at most their number"
+    )
+
+
 def require_even_slices(model: Any, tp: int) -> None:
     """Raises UsageError, by name and on all ranks alike, for a layer of which some rank has nothing now, or all of one
     projection and nothing of another."""
@@ -106,10 +120,7 @@ def require_even_slices(model: Any, tp: int) -> None:
 
 def _require_even(name: str, module: Any, cut: Mapping[str, Any], tp: int) -> None:
     if 0 in (cut.get("partition_sizes") or ()):
-        raise UsageError(
-            f"{described(1, tp)}: AutoTP leaves a worker without any part of {name!r}, as it cuts between heads of "
-            "keys and values (num_key_value_heads); use a tp of at most their number"
-        )
+        raise _left_without(repr(name), tp)
     contiguous = cut.get("partition_type") == "column" and not cut.get("sub_param_sizes")
     one_after_another = contiguous and is_fused(name) and not getattr(module, "gather_output", False)
     if one_after_another or (cut.get("conversion") or {}).get("unsupported_reason"):

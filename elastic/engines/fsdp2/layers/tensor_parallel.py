@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_leaves
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import MeshRefused, UsageError
 from elastic.core.mesh import described
 from elastic.core.sharding.cuts import Cut
 from elastic.engines.fsdp2.layers import adapters, conv1d
@@ -287,7 +287,7 @@ def require_even(model: nn.Module, sizes: Iterable[int]) -> None:
 
 def _require_even(name: str, shape: tuple[int, ...], dim: int, tp: int) -> None:
     if shape[dim] % tp:
-        raise UsageError(
+        raise MeshRefused(
             f"tp_plan: parameter {name!r} of shape {shape} cannot be cut along dimension {dim} by {described(1, tp)}; "
             f"make that size a multiple of {tp}, or leave the module out"
         )

@@ -35,6 +35,7 @@ def shared_spec(
         sp=mesh.sp,
         tp=mesh.tp,
         tp_sizes=settings.mesh.tp_sizes,
+        any_tp=settings.mesh.any_tp,
         ep=mesh.ep,
         ep_sizes=settings.mesh.ep_sizes,
         pp=mesh.pp,

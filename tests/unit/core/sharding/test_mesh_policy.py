@@ -18,7 +18,7 @@ from elastic.core.checkpoint.snapshots import Copies, Held, copies_of, place_rep
 from elastic.core.mesh import Mesh, MeshSettings
 from elastic.core.policy.measured import Measured, TriedMesh
 from elastic.core.run import machine
-from elastic.core.run.phase import Training
+from elastic.core.run.phase import Finished, Training
 from elastic.core.settings import RunSettings
 from elastic.core.sharding.mesh_memory import HeldState, HeldTensors, KnownMemory, MeshMemory, predict
 from elastic.core.sharding.mesh_policy import MeshCandidate, MeshFacts, choose, relative_step, said, shares_of, table
@@ -27,6 +27,7 @@ from elastic.core.typed_json import decode, encode
 
 EXPERTS = MeshSettings(ep=4, choices={"ep": (1, 2, 4)})
 LAYERS = MeshSettings(tp=4, choices={"tp": (1, 2, 4)})
+ANY = MeshSettings(tp=4, choices={"tp": (1, 2, 3, 4)}, any_tp=True)
 STAGES = MeshSettings(pp=8, choices={"pp": (4, 5, 6, 7, 8)})
 
 
@@ -377,6 +378,34 @@ def test_a_training_function_without_memory_is_begun_on_another_mesh() -> None:
     story.do(ev.UserCodeFailed(story.state.generation, 0, 7, "OutOfMemoryError: CUDA out of memory.", "", False))
     story.left(7).wait(10.0)
     assert began(story) == [(2, {"ep": 2})]
+
+
+def test_any_number_of_workers_shares_layers_beginning_with_the_fewest() -> None:
+    assert chosen(MeshFacts(ANY, 4, passes=8)) == (4, {"tp": 1})
+    assert choose(MeshFacts(ANY, 4, passes=8)).reason == "as fast as any, and the fewest share layers"
+    uneven = MeshFacts(ANY, 3, passes=4)
+    assert chosen(uneven) == (3, {"tp": 3})
+    assert refusals(replace(uneven, refused_tp=(3,)))["tp 3"] == "the model cannot be cut by 3"
+    assert chosen(replace(uneven, refused_tp=(3,))) == (3, {"tp": 1})
+    full = [TriedMesh(4, {"tp": 1})]
+    assert chosen(MeshFacts(ANY, 4, passes=8, tried=full, present={"tp": 1}, refused_tp=(3, 4))) == (4, {"tp": 2})
+
+
+def test_a_number_that_the_model_refuses_is_left_out_and_costs_no_retry() -> None:
+    story = run(1, 4, ANY).started(4)
+    assert story.state.axes == {"tp": 1}
+    story.do(ev.UserCodeFailed(story.state.generation, 0, 7, "CUDA out of memory", "", False)).left(7).wait(10.0).join()
+    for expected in (2, 4):
+        assert story.state.axes == {"tp": expected}
+        number = story.state.generation
+        story.do(*(ev.MeshRefused(number, worker, 7, "4 workers cannot share it") for worker in story.state.members))
+        story.left(7).wait(10.0).join()
+    assert story.state.axes == {"tp": 3}
+    assert story.state.meter.measured.refused_tp == (2, 4)
+    assert story.state.trouble.streaks.crashes == 1, "that without memory"
+    story.do(ev.MeshRefused(story.state.generation, 0, 7, "3 workers cannot share it")).left(7)
+    assert isinstance(story.phase, Finished)
+    assert "3 workers cannot share it" in story.said()
 
 
 def test_nobody_is_let_in_whom_no_mesh_could_use() -> None:

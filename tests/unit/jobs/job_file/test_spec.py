@@ -397,9 +397,23 @@ def test_experts_may_be_shared_by_other_numbers_of_workers_in_other_generations(
 
 
 @pytest.mark.parametrize(
+    ("most", "sp", "sizes"), [(4, 1, (1, 2, 3, 4)), (64, 1, tuple(range(1, 9))), (7, 2, (1, 2, 3))]
+)
+def test_any_number_of_workers_may_share_each_layer(tmp_path: Path, most: int, sp: int, sizes: tuple[int, ...]) -> None:
+    text = GOOD.replace("max_workers: 4", f"max_workers: {most}") + "min_workers: 1\nglobal_batch: 8\nmicro_batch: 2\n"
+    settings = load(tmp_path, f"{text}engine: fsdp2\nmesh: {{sp: {sp}, tp: any}}\n").settings("r", "./runs")
+    assert settings.mesh.choices == {"tp": sizes}
+    assert settings.mesh.any_tp
+    assert str(settings.mesh) == ("mesh: {tp: any}" if sp == 1 else "mesh: {sp: 2, tp: any}")
+    assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+@pytest.mark.parametrize(
     ("mesh", "said"),
     [("ep: any", "each must divide the number of experts"), ("ep: [4, 2]", "the smallest first, not \\[4, 2\\]"),
-     ("ep: []", "the sizes"), ("sp: [1, 2]", "sp is one number"), ("tp: any", "must fit the model's heads and widths"),
+     ("ep: []", "the sizes"), ("sp: [1, 2]", "sp is one number"),
+     ("tp: any", "mesh.tp may change: give the job's global"),
+     ("tp: some", "mesh.tp"),
      ("tp: [2, 1]", "the smallest first, not \\[2, 1\\]"), ("tp: [1, 2]", "mesh.tp may change: give the job's global"),
      ("tp: [1, 2], ep: 2", "mesh.tp may change: give the job's"), ("tp: [1, 2], pp: 2", "together with engine: fsdp2"),
      ("tp: 2, ep: [1, 2], sp: 2", "together with engine: fsdp2")],
