@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +18,21 @@ from elastic.training import context
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.stand_in import StandIn
+from elastic.training.watch.once import warn_once
 
 TOGETHER = (
     "one model is trained, with one optimizer and one DataLoader: give them to accelerator.prepare(), in one call or "
     "in several; models that are not trained have no parameter with requires_grad"
 )
+
+# Planned are steps of one batch of each worker.
+_COUNTS_BATCHES = (
+    "there are fewer workers than max_workers, and each has several batches in a step: optimizer.step() makes the "
+    "update with the last of them. The script has not asked for accelerator.sync_gradients, under which belongs what "
+    "it counts, logs or ends by for each update"
+)
+
+logger = logging.getLogger(__name__)
 
 
 class Pieces:
@@ -85,6 +96,8 @@ class Updates:
         self.skipped = False
         # Was the script shown that the batch at hand ends a step, after its update? Is the batch dealt with?
         self._shown, self._noted = False, True
+        # Has the script ever asked whether a batch ends a step?
+        self._asks_ends = False
         self._ends = Ends()
 
     def begin(self, engine: ElasticEngine, batches: ElasticLoader, planned: int, clipping: float | None) -> None:
@@ -138,6 +151,7 @@ class Updates:
 
     def shows_end(self) -> bool:
         """The same for the script, from which the ends of repeated steps are hidden: it has counted them already."""
+        self._asks_ends = True
         if not self.ends_step or self._hidden:
             return False
         self._shown = self._asked
@@ -158,6 +172,8 @@ class Updates:
             if self._backward and not self._asked:
                 # Scripts may ask for an update only where a step ends.
                 self._step()
+            elif self._asked and not self._asks_ends and self._gradient_state.num_steps == 1:
+                warn_once(logger, _COUNTS_BATCHES)
             return
         if not self._hidden:
             if self._backward and not (self._asked or self._clipped or self.abandoned):

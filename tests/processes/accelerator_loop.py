@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 from typing import Any
@@ -71,6 +72,28 @@ def trains(config: dict[str, Any]) -> None:
     _trains(accelerator, config, range(EPOCHS) if config.get("ranges") else None, crew.told)
     crew.told["process"] = (accelerator.process_index, accelerator.num_processes)
     accelerator.end_training()
+
+
+def counts_batches(config: dict[str, Any]) -> None:
+    """As the simplest examples: each batch is an update."""
+    from elastic.integrations.accelerate import Accelerator
+
+    said = crew.told["said"] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("elastic").addHandler(handler)
+    accelerator = Accelerator()
+    torch.manual_seed(3)
+    model: Any = torch.nn.Linear(6, 2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, train = accelerator.prepare(model, optimizer, DataLoader(Rows(TRAINED, 1), batch_size=BATCH))
+    for _ in elastic.epochs(1):
+        for batch in train:
+            accelerator.backward(torch.nn.functional.cross_entropy(model(batch["x"]), batch["label"]))
+            if not config.get("asks") or accelerator.sync_gradients:
+                optimizer.step()
+            optimizer.zero_grad()
+    logging.getLogger("elastic").removeHandler(handler)
 
 
 def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[str, Any]) -> None:

@@ -266,6 +266,21 @@ def test_it_trains_on_a_stream(crew: Crew, tmp_path: Path) -> None:
     assert two[0].told["norms"] == pytest.approx(three[0].told["norms"], rel=1e-4)
 
 
+@pytest.mark.parametrize(("world_size", "asks", "told"), [(3, False, 0), (2, True, 0), (2, False, 1)])
+def test_a_script_that_counts_batches_is_told_where_steps_have_several(
+    crew: Crew, tmp_path: Path, world_size: int, asks: bool, told: int
+) -> None:
+    function, config = "accelerator_loop.counts_batches", {"asks": asks, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "anomalies": AnomalySettings()}
+    done = crew.run(range(world_size), function, config, **more, **engine_of(1))
+    _assert_ended(done, "finished", TRAINED // BATCH // 3)
+    for outcome in done:
+        assert (
+            len([said for said in outcome.told["said"] if "has not asked for accelerator.sync_gradients" in said])
+            == told
+        )
+
+
 @pytest.mark.parametrize("stage", [1, 3, None])
 def test_rank_0_alone_may_ask_for_a_save(crew: Crew, tmp_path: Path, stage: int | None) -> None:
     """As diffusers' scripts do. Seen: in a run's first generation its save met the gradients of the others, and gloo
