@@ -40,7 +40,8 @@ class Ends:
 
     def begin(self, engine: ElasticEngine) -> None:
         self.now, self._collectives = End(steps_made() + 1), None
-        engine.hidden = self.now.step in self._shown and not engine.shows_repeated and not _goes_back()
+        ends = engine.shown_ends
+        ends.hidden = self.now.step in self._shown and not ends.again and not _goes_back()
 
     @property
     def before(self) -> End:
@@ -54,10 +55,10 @@ class Ends:
 
     def note(self, engine: ElasticEngine) -> None:
         if self._collectives is not None and _generation().scope.of_script() > self._collectives:
-            engine.collectives_at_ends = True
+            engine.shown_ends.collectives = True
         self._shown[self.now.step] = self.now
         self._shown.pop(self.now.step - _MOST, None)
-        engine.shown_step = self.now.step
+        engine.shown_ends.last = self.now.step
 
     def left_out(self) -> Counter[Any]:
         """How often each scheduler has not stepped, with this batch, as it has before."""

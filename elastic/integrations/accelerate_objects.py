@@ -161,7 +161,7 @@ class Updates:
 
     @property
     def _hidden(self) -> bool:
-        return self._engine is not None and self._engine.hidden
+        return self._engine is not None and self._engine.shown_ends.hidden
 
     def end_batch(self) -> None:
         """The script is done with it. Once for each batch. Raises UsageError for a step that ends without an update."""
@@ -197,7 +197,7 @@ class Updates:
     def end_batches(self) -> None:
         self._at_hand = False
         if self._engine is not None:
-            self._engine.hidden = False
+            self._engine.shown_ends.hidden = False
 
     def scheduled(self, scheduler: Any) -> None:
         if self._at_hand and self._gradient_state.sync_gradients:

@@ -30,6 +30,7 @@ from elastic.training.step_loop import StepLoop, StepProgress
 from elastic.training.user import checkpoint_calls
 from elastic.training.user.padding import PaddingBuffers
 from elastic.training.user.rates import Rates, rates_of
+from elastic.training.user.shown_ends import ShownEnds
 from elastic.training.user.state import State
 from elastic.training.watch.anomalies import AnomalyWatch
 from elastic.training.watch.audits import Audits
@@ -67,11 +68,7 @@ class ElasticEngine:
         self._begins_again: str | None = None
         # Packages that learn of this rank's changes: it does not matter that they have been told it before.
         self.followers: frozenset[str] = frozenset()
-        # accelerate's loops are shown where each step ends. These are the last step that was shown, whether repeated
-        # steps are shown a second time, and whether the step at hand is a repeated one that is hidden.
-        self.shown_step, self.shows_repeated, self.hidden = 0, False, False
-        # The loop has collectives of its own that may depend on it.
-        self.collectives_at_ends = False
+        self.shown_ends = ShownEnds()
         self._buffers = PaddingBuffers()
         self._rates = Rates()
         self._passes = PassLog()

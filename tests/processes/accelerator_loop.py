@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 from typing import Any
 
 import crew
@@ -78,9 +80,7 @@ def counts_batches(config: dict[str, Any]) -> None:
     """As the simplest examples: each batch is an update."""
     from elastic.integrations.accelerate import Accelerator
 
-    said = crew.told["said"] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler = QueueHandler(SimpleQueue())
     logging.getLogger("elastic").addHandler(handler)
     accelerator = Accelerator()
     torch.manual_seed(3)
@@ -94,6 +94,7 @@ def counts_batches(config: dict[str, Any]) -> None:
                 optimizer.step()
             optimizer.zero_grad()
     logging.getLogger("elastic").removeHandler(handler)
+    crew.told["said"] = [handler.queue.get().getMessage() for _ in range(handler.queue.qsize())]
 
 
 def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[str, Any]) -> None:
@@ -170,7 +171,7 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
                     average.add(accelerator.unwrap_model(model))
                 if accelerator.is_main_process and completed % config.get("saves_every", LAST) == 0:
                     accelerator.save_state(f"step_{completed}")
-                if completed >= config.get("most", LAST):
+                if completed == config.get("leaves at") or completed >= config.get("most", LAST):
                     # As transformers' scripts have it, at `max_train_steps`.
                     break
         model.eval()

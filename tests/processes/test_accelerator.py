@@ -158,6 +158,18 @@ def test_a_loop_that_is_left_by_a_counter_is_left_by_all(
     assert_as(done, still, counted=False)
 
 
+def test_an_epoch_that_is_left_by_a_counter_goes_on_for_all(crew: Crew, tmp_path: Path) -> None:
+    """In its second step; its third is the next iteration's, also on the new worker, whose counter leaves nothing."""
+    loop = {"accumulates": ACCUMULATES, "ranges": True, "in_loop": True, "leaves at": 5, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "anomalies": AnomalySettings()}
+    _assert_ended(crew.run([0, 1, 2], TRAINS, loop, end_at=1, **more, **engine_of(2)), "ended", 1)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    crew.replace(1)
+    done = crew.run([0, 2, 1], TRAINS, loop, checkpoint=newest.id, **more, **engine_of(2))
+    _assert_ended(done, "finished", 2 * PER_EPOCH)
+    assert [outcome.told["completed"] for outcome in done] == [6, 6, 5]
+
+
 def test_collectives_at_a_steps_end_are_left_out_with_it(crew: Crew, tmp_path: Path) -> None:
     """They are in each step all the same: a worker that joins later leaves the others in their loop."""
     loop = {"in_loop": True, "gathers at ends": True}

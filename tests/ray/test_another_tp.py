@@ -103,7 +103,7 @@ def test_any_number_that_the_model_allows(cluster: LocalCluster, tmp_path: Path)
 
     mesh = MeshSettings(tp=3, choices={"tp": (1, 2, 3)}, any_tp=True)
     run = started(cluster, tmp_path / "moved", "fsdp2", ScalingSettings(1, 3), mesh)
-    # Five micro-batches: two steps' worth of time for three workers, and with layers shared by three less.
+    # Five micro-batches take three workers the time of two; with layers shared by three, that of five thirds.
     run.settings = replace(run.settings, global_batch=10, micro_batch=2)
     run.allow(7)
     run.start()
@@ -121,6 +121,7 @@ def test_any_number_that_the_model_allows(cluster: LocalCluster, tmp_path: Path)
     refused, lost = run.summary()["incidents"][:2]
     assert (refused["kind"], lost["kind"], lost["source"]) == ("mesh-refused", "node-lost", "memory")
     assert "which 3 workers cannot share evenly" in refused["evidence"]
+    assert not [said for said in run.decisions("mesh") if "drawn anew" in said], "before the first step"
     run.assert_whole()
     assert list(run.losses()) == list(still.losses())
     for number, loss in run.losses().items():

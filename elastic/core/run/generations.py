@@ -65,7 +65,9 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         source=source_of(base),
     )  # fmt: skip
     if axes:
-        other = "tp" in transition.state.axes and axes["tp"] != transition.state.axes["tp"]
+        # Before the first step nothing has been drawn.
+        before = transition.state.axes.get("tp") if max(step, transition.state.furthest_step) > 0 else None
+        other = before is not None and axes["tp"] != before
         transition.say(
             f"generation {number} trains on {mesh.chosen}: {mesh.reason}" + (f"; {DRAWN_ANEW}" if other else ""),
             kind="mesh", **table(mesh),

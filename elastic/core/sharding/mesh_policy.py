@@ -63,7 +63,7 @@ class MeshCandidate:
     refusal: str = ""
 
     def __str__(self) -> str:
-        return f"{self.world_size} workers with {said(self.axes)}"
+        return f"{plural(self.world_size, 'worker')} with {said(self.axes)}"
 
     @property
     def unfit(self) -> bool:
@@ -90,8 +90,10 @@ def choose(facts: MeshFacts) -> MeshVerdict:
     if not open_ and any(one.unfit for one in found):
         return _least_unfit(found)
     if not open_:
-        # What has failed before is tried again rather than nothing: the run's budgets end it if it fails again.
+        # What has failed before is tried again rather than nothing: the run's budgets end it if it fails again. What
+        # the model refuses is not, while there is another.
         formed = [one for one in found if one.world_size >= max(1, facts.least)]
+        formed = [one for one in formed if not _refused(facts, one.axes)] or formed
         chosen = max(formed, key=lambda one: facts.settings.shape(one.axes).cell)
         return MeshVerdict(chosen, "no other is left to try", tuple(found))
     fastest = min(one.step for one in open_)
@@ -127,7 +129,7 @@ def _judged(facts: MeshFacts) -> list[MeshCandidate]:
             needed = -(-max(1, facts.least) // shape.cell) * shape.cell
             found.append(replace(one, refusal=f"{facts.workers} workers, and it needs {needed}"))
             continue
-        if axes.get("tp") in facts.refused_tp:
+        if _refused(facts, axes):
             found.append(replace(one, refusal=f"the model cannot be cut by {axes['tp']}"))
             continue
         if (full := _out_of_memory(facts, one)) is not None:
@@ -152,6 +154,11 @@ def _is_near(one: MeshCandidate, fastest: float) -> bool:
 
 def _kept(facts: MeshFacts) -> str:
     return f"tp {(facts.present or {}).get('tp')} can be kept"
+
+
+def _refused(facts: MeshFacts, axes: Axes) -> bool:
+    """Sizes that the job lists are not left out: an earlier attempt may have left them open."""
+    return facts.settings.any_tp and axes.get("tp") in facts.refused_tp
 
 
 def _out_of_memory(facts: MeshFacts, one: MeshCandidate) -> TriedMesh | None:

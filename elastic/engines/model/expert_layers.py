@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import MeshRefused, UsageError
 from elastic.core.mesh import described
 from elastic.engines.model.description import aliases
 from elastic.engines.model.plain_names import is_compiled, named_modules, plain, unwrapped
@@ -56,7 +56,7 @@ def require_shareable(model: nn.Module, sizes: Sequence[int], tp: Sequence[int] 
         for size, cell in product(sizes, tp):
             if layer.num_experts % (size * cell):
                 fit = "an ep and a tp whose product" if cell > 1 else "an ep that"
-                raise UsageError(
+                raise (MeshRefused if cell > 1 else UsageError)(
                     f"{described(1, cell, size)}: {name!r} has {layer.num_experts} experts, which {size * cell} "
                     f"workers cannot share evenly; use {fit} divides the number of experts"
                 )

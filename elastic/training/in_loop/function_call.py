@@ -253,7 +253,7 @@ class FunctionCall:
         self._own.by_step = True
 
     def batch_over(self, own: int, last: bool) -> None:
-        if self._handles is not None and self._handles.engine.hidden:
+        if self._handles is not None and self._handles.engine.shown_ends.hidden:
             # The loop may have left out collectives that it makes at the end of other steps.
             self._own.goes_on()
         elif self._handles is None or self._is_scripts_own(self._handles):
@@ -468,14 +468,14 @@ class FunctionCall:
         assert self._handles is not None
         runner.join(self)
         self._own.goes_on()
-        engine = self._handles.engine
+        ends = self._handles.engine.shown_ends
         together = self._set_up.joined(
-            runner.generation.group, called=False, own=self._own, behind=self._behind, shown=engine.shown_step
+            runner.generation.group, called=False, own=self._own, behind=self._behind, shown=ends.last
         )
         if together:
             return together
         # A loop from which the end is hidden would not come to a collective at which another one waits.
-        engine.shows_repeated = engine.collectives_at_ends and not self._set_up.alike
+        ends.again = ends.collectives and not self._set_up.alike
         try:
             assemble(runner.generation, self._given, self._handles, self._held)
             self._held, self._asked = None, False

@@ -77,7 +77,7 @@ class SetUp:
     ) -> str:
         """The function is `called`, in this generation or ahead of it; else it stays in its loop, and may be `behind`:
         have stood by while there were steps. `own`: what is known of its loop's collectives; `shown`: the
-        last step whose end it was shown (`ElasticEngine.shown_step`). Collective.
+        last step whose end it was shown (`ShownEnds.last`). Collective.
 
         Returns why it is to be called again in this very generation, as on all other ranks; empty where it is not.
         Raises CollectiveFailed where it was given what the others do not have, and torch's DistError.

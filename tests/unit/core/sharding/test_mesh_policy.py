@@ -387,6 +387,11 @@ def test_any_number_of_workers_shares_layers_beginning_with_the_fewest() -> None
     assert chosen(uneven) == (3, {"tp": 3})
     assert refusals(replace(uneven, refused_tp=(3,)))["tp 3"] == "the model cannot be cut by 3"
     assert chosen(replace(uneven, refused_tp=(3,))) == (3, {"tp": 1})
+    listed = replace(ANY, any_tp=False)
+    assert chosen(replace(uneven, settings=listed, refused_tp=(3,))) == (3, {"tp": 3}), "an earlier attempt's"
+    nothing = replace(uneven, tried=[TriedMesh(3, {"tp": 1})], refused_tp=(2, 3))
+    assert choose(nothing).reason == "no other is left to try"
+    assert chosen(nothing) == (3, {"tp": 1}), "not what the model refuses"
     full = [TriedMesh(4, {"tp": 1})]
     assert chosen(MeshFacts(ANY, 4, passes=8, tried=full, present={"tp": 1}, refused_tp=(3, 4))) == (4, {"tp": 2})
 
