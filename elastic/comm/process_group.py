@@ -65,6 +65,8 @@ class ProcessGroup:
         # Groups that are the platform's or the engine's; every other one is the script's.
         self._known: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._of_script = False
+        # Is an engine being built, or has that failed?
+        self._builds = False
         self._foreign: frozenset[str] = frozenset()
         self._listening: frozenset[Address] = frozenset()
         self._peers_listening: frozenset[Address] = frozenset()
@@ -151,13 +153,14 @@ class ProcessGroup:
         self._of_script = True
 
     def before_engine(self) -> None:
-        """The engine is about to make its groups: those that appeared since `join` are the script's."""
-        self._of_script = self.has_groups_of_script
+        """The engine is about to make its groups: those that appeared since `join` are the script's, and those that
+        appear until `seal` are not, also where it never comes to that."""
+        self._of_script, self._builds = self.has_groups_of_script, True
 
     @property
     def has_groups_of_script(self) -> bool:
         """Has the user's code made groups (torch.distributed.new_group)? They end with the generation."""
-        return self._of_script or any(group not in self._known for group in _groups())
+        return self._of_script or (not self._builds and any(group not in self._known for group in _groups()))
 
     @property
     def store(self) -> Store:
@@ -177,6 +180,7 @@ class ProcessGroup:
         if self.fails_silently:
             self._connect("engine")
         self._known.update(_groups())
+        self._builds = False
         self._exchange_addresses()
         self._building = False
 

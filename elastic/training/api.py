@@ -95,7 +95,6 @@ def initialize(
         raise UsageError("elastic.initialize was called twice; one generation trains one engine")
     chosen = chosen_weights(weights, scope.spec)
     scope.enter(Phase.BUILDING)
-    generation.group.before_engine()
     if generation.in_loop is not None:
         generation.in_loop.initializing()
     prepared = _prepared(generation, training_data)

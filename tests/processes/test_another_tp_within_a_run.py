@@ -90,7 +90,8 @@ def test_a_run_goes_on_with_other_slices_in_the_same_processes(
 def test_a_number_that_the_model_refuses_leaves_functions_in_their_loop(
     crew: Crew, tmp_path: Path, function: str, config: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
-    """`tp: any`: the next generation has another number."""
+    """`tp: any`: the next generation has another number, and computes what one rank does."""
+    whole = Run(tmp_path / "whole", cells.through(crew, tmp_path / "whole", function, config, WHOLE), 1)
     given = {**config, "in_loop": True, "url": str(tmp_path)}
     most = max(sizes)
     more = {**cells.of_run(config), "checkpoint_every_steps": 1, "tp_sizes": tuple(range(1, most + 1)), "any_tp": True}
@@ -100,7 +101,11 @@ def test_a_number_that_the_model_refuses_leaves_functions_in_their_loop(
     for outcome in crew.run(range(most), function, given, checkpoint=newest, tp=refused, **more):
         assert (outcome.result.kind, outcome.clean) == ("mesh_refused", True), outcome.result
         assert f"tp: {refused}" in outcome.result.message
+    left = cells.left(crew)
     done = crew.run(range(2), function, given, checkpoint=newest, tp=after, **more)
     _assert_ended(done, "finished", LAST_STEP)
     assert all(outcome.clean for outcome in done)
-    assert cells.left(crew) == set()
+    assert left | cells.left(crew) == set()
+    moved = Run(tmp_path, [done], after)
+    assert _distance(whole.after(3), moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= ALLOWED

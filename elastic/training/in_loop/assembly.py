@@ -99,6 +99,7 @@ def assemble(
     _require_one_model(generation, given)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     parameters = copied(given.model_parameters)
+    generation.group.before_engine()
     engine, optimizer, scheduler = generation.kind.build(
         resolved,
         nonfinite if nonfinite != "off" else None,
