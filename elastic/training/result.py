@@ -20,6 +20,9 @@ Kind = Literal[
     "mesh_refused",
 ]
 
+# A survivor continues after these. Everything else is the user's code, its use of the platform, or this rank's device.
+SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed", "mesh_refused"})
+
 
 @dataclass(frozen=True)
 class BadStep:

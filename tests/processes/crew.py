@@ -5,6 +5,7 @@ The test is the controller: it tells ranks, world size and checkpoint, sees ever
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from typing import Any
 import forks
 
 _WAIT_S = 120.0
+# On which a member shows its stacks.
+_SHOW = signal.SIGUSR1
 
 
 @dataclass
@@ -40,10 +43,6 @@ class Outcome:
     # TCP sockets that the process still has, but for those of the rendezvous, and of attempts to connect (to that of a
     # generation that was ended meanwhile), which end by themselves.
     sockets: list[Any]
-
-
-# After these a function that can stay in its loop waits there for the next generation.
-_STAYS = ("ended", "anomaly", "collective_failed", "restore_failed")
 
 
 @dataclass
@@ -90,12 +89,15 @@ class Crew:
         """Members that may still be inside a test's function, where the next test's generation would find them, are
         replaced: those without an outcome, and survivors that stay in their loop. Fails where another one has kept a
         socket of a group after its last generation: a later test's data workers would inherit it."""
+        # Not at the top: `prepare` comes before anything of the product.
+        from elastic.training.result import SURVIVED
+
         leaks = []
         for member in self.members:
             # Of members that a test has not begun another one might look at those.
             member.points.clear()
             outcome = member.outcome
-            stays = member.in_loop and outcome is not None and outcome.result.kind in _STAYS
+            stays = member.in_loop and outcome is not None and outcome.result.kind in SURVIVED
             leaked = outcome is not None and not stays and bool(outcome.sockets)
             if leaked:
                 leaks.append(f"member {member.number}, {outcome.result.kind}: {outcome.sockets}")
@@ -174,7 +176,8 @@ class Crew:
 
     def _receive(self, member: Member, awaited: str) -> tuple[str, Any]:
         if not member.pipe.poll(_WAIT_S):
-            raise TimeoutError(f"member {member.number} sent no {awaited}")
+            self._show_stacks()
+            raise TimeoutError(f"member {member.number} sent no {awaited}; see the stacks of all on stderr")
         got, value = member.pipe.recv()
         if got == "point":
             member.points.append(value)
@@ -183,6 +186,13 @@ class Crew:
         elif got == "broken":
             raise RuntimeError(value)
         return got, value
+
+    def _show_stacks(self) -> None:
+        """Each member writes where its threads stand."""
+        for member in self.members:
+            member.signal(_SHOW)
+            # For as long as that takes; none of them ends by it.
+            member.process.join(1.0)
 
 
 # -- in the member's process -------------------------------------------------------------------------------------
@@ -210,6 +220,7 @@ def stay() -> None:
 
 
 def _live(pipe: Connection, prepare: str) -> None:
+    faulthandler.register(_SHOW)
     global _pipe
     _pipe = pipe
     if prepare:

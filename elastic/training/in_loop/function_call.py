@@ -20,15 +20,12 @@ from elastic.training.in_loop.set_up import SetUp
 from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.in_loop.unfinished import fingerprint
 from elastic.training.loop import GenerationRunner, call, seed_build
-from elastic.training.result import GenerationResult, Kind
+from elastic.training.result import SURVIVED, GenerationResult
 from elastic.training.user.comparison import fingerprints
 from elastic.training.user.rates import are_apart
 from elastic.training.user.state import State
 
 logger = logging.getLogger(__name__)
-
-# A survivor continues after these. Everything else is the user's code, its use of the platform, or this rank's device.
-_SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed", "mesh_refused"})
 
 _ELSEWHERE = "it was not asking for its next batch: an evaluation, say"
 _IN_ITS_OWN = "a collective of its own has failed in a step, outside of `with elastic.step():`"
@@ -100,7 +97,7 @@ class FunctionCall:
                 assert isinstance(begins, Ahead)
                 begins = self._following or begins.first(None)
                 continue
-            survived = result.kind in _SURVIVED and not self._current.generation.scope.last
+            survived = result.kind in SURVIVED and not self._current.generation.scope.last
             if self._handles is not None and self._reason is None and survived:
                 self._leave_function(self._obstacle() or self._elsewhere or _ELSEWHERE)
             if self._given is not None:
@@ -203,7 +200,7 @@ class FunctionCall:
                 together = self._set_up.joined(runner.generation.group, called=True, own=self._own)
             except (Exception, GenerationEnded) as error:
                 result = runner.classify(error)
-                if result.kind not in _SURVIVED or runner.generation.scope.last:
+                if result.kind not in SURVIVED or runner.generation.scope.last:
                     raise
                 cleanup.forget(error)
             else:
@@ -292,7 +289,7 @@ class FunctionCall:
             return True
         result = runner.classify(error)
         self._look_for_rates(error)
-        if result.kind not in _SURVIVED or self._obstacle() is not None:
+        if result.kind not in SURVIVED or self._obstacle() is not None:
             return False
         # The first cause must reach the controller before the consequences that other ranks see.
         runner.announce(result)
@@ -309,7 +306,7 @@ class FunctionCall:
     def recover(self, error: BaseException) -> None:
         while True:
             runner, result = self._current, self._abandoned or self._current.classify(error)
-            if result.kind not in _SURVIVED or runner.generation.scope.last:
+            if result.kind not in SURVIVED or runner.generation.scope.last:
                 raise error
             self._look_for_rates(error)
             why = self._obstacle()
@@ -481,7 +478,7 @@ class FunctionCall:
             self._held, self._asked = None, False
             return ""
         except Exception as error:
-            if runner.classify(error).kind in _SURVIVED:
+            if runner.classify(error).kind in SURVIVED:
                 raise
             # The user's code has not changed: what it gave was good enough for the generations before.
             self._stays = False
