@@ -135,6 +135,12 @@ class GenerationRunner:
                     f"the training function has returned after step {self.step} without a batch. {NO_BATCH}"
                 )
             completed = steps is not None and steps.returned()
+        if late := self.generation.take_metrics():
+            logger.warning(
+                "elastic.report(%s) came after the report of step %d, the last one, and is in none: where the loop is "
+                "over elastic.epochs(), what is reported after an epoch is still of its last step",
+                ", ".join(f"{name}=..." for name in sorted(late)), self.step,
+            )  # fmt: skip
         return GenerationResult("finished", self._scope.step, completed, where=self._scope.where())
 
     def classify(self, error: BaseException) -> GenerationResult:

@@ -213,11 +213,11 @@ class StepLoop:
             raise UsageError("the loader was asked for a batch after engine.load_weights, which ends the training")
         self.require_between_batches()
         if self.progress is None or self.progress.complete:
-            if not self._goes_on(epoch):
+            begins = self.progress is None
+            ends = not begins and self._over_anywhere()
+            if self.left or not (ends or self._goes_on(epoch)):
                 return False
-            ends = self._over_anywhere()
-            if self.left:
-                return False
+            ends = ends or (begins and self._over_anywhere())
             self._close_step()
             if ends:
                 self._save_last()
@@ -238,10 +238,21 @@ class StepLoop:
             self._course.look_ahead()
 
     def leave(self) -> None:
-        """The loop was left after a step, and collectives of the script follow: on other ranks it is left, too. To be
-        called once. Collective."""
-        if self.progress is not None and self.progress.complete and not self.over:
+        """The loop was left after a step, and collectives of the script follow: on other ranks it is left, too. The
+        step is closed, and copied: the run may end with it, and what the script does to weights now is no part of it.
+        To be called once. Collective."""
+        if self.progress is None or not self.progress.complete or self.finished:
+            return
+        if not self.over:
             self._over_anywhere(left=True)
+        elif not self.ended_by_epochs:
+            self.finish()
+
+    def pass_end(self) -> None:
+        """The loop was left with the last step of an epoch, and comes back for the next one: ranks on which it was not
+        have asked whether the run is over. Collective."""
+        if self.progress is not None and self.progress.complete and not self.over:
+            self._over_anywhere()
 
     def finish(self) -> None:
         """The run is over: close its last step and save it. Raises GenerationEnded where the generation ends here."""
@@ -464,21 +475,28 @@ class StepLoop:
         it has left its loop. Collective.
 
         Only where nothing else ends it, and a counter of the function's own may differ: ranks have begun it in
-        different generations, or have repeated different steps. Epochs of a stream end together, and islands go apart.
+        different generations, or have repeated different steps. Islands go apart.
         """
         goes_apart = type(self._shares) is not Shares
-        if self.plan.bounded or self._course is not None or self._scope.spec.generation == 1 or goes_apart:
+        if self.plan.bounded or goes_apart:
             return False
-        with self._scope.translating():
-            agreement = self._saving().agreement
-            (self._ended, self.left), (differs,) = agreement.any_and_unequal([returned, left], [returned or left])
-        if differs and self._scope.spec.rank == 0:
-            what, ends = ("has returned", "run") if self._ended else ("has left its loop", "loop")
-            logger.warning(
-                "the training function %s on some workers after step %d and not on others: it counts steps by itself, "
-                "and the %s ends here for all. Give the job max_steps, or count by elastic.get_context().step",
-                what, self._scope.step, ends,
-            )  # fmt: skip
+        if self._scope.spec.generation == 1:
+            self.left = left
+        else:
+            with self._scope.translating():
+                agreement = self._saving().agreement
+                (self._ended, self.left), (differs,) = agreement.any_and_unequal([returned, left], [returned or left])
+            if differs and self._scope.spec.rank == 0:
+                what, ends = ("has returned", "run") if self._ended else ("has left its loop", "loop")
+                logger.warning(
+                    "the training function %s on some workers after step %d and not on others: it counts steps by "
+                    "itself, and the %s ends here for all. Give the job max_steps, or count by "
+                    "elastic.get_context().step", what, self._scope.step, ends,
+                )  # fmt: skip
+        if self.left:
+            self._close_step()
+            with self._scope.translating():
+                self._saving().hold()
         return self._ended
 
     def _save_last(self) -> None:

@@ -362,6 +362,30 @@ def test_an_endless_loop_is_left_with_a_word(tmp_path: Path, caplog: pytest.LogC
     assert [record.message for record in caplog.records if "what stands after its loop does not run" in record.message]
 
 
+@pytest.mark.parametrize("by_epochs", [False, True])
+def test_a_report_after_the_last_step_is_named(
+    by_epochs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen: it was dropped without a word."""
+    import elastic
+
+    def train() -> None:
+        engine, loader = built()
+        for _ in elastic.epochs() if by_epochs else range(3):
+            for x in loader:
+                engine.backward(engine(x).mean())
+                engine.step()
+            elastic.report(accuracy=0.5)
+
+    assert called(train, tmp_path).kind == "finished"
+    told = [
+        text
+        for text in caplog.messages
+        if f"elastic.report(accuracy=...) came after the report of step {STEPS}" in text
+    ]
+    assert len(told) == (0 if by_epochs else 1)
+
+
 def test_client_state_of_an_earlier_step_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """DeepSpeed's is that of the step that is loaded. The platform restores newer ones."""
 

@@ -174,6 +174,8 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
                 if completed == config.get("leaves at") or completed >= config.get("most", LAST):
                     # As transformers' scripts have it, at `max_train_steps`.
                     break
+        if not config.get("evaluates", True):
+            continue
         model.eval()
         lost = []
         for batch in evaluated:
@@ -191,6 +193,10 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
     accelerator.wait_for_everyone()
     weights = accelerator.get_state_dict(model)
     told["weights"] = {name: value.tolist() for name, value in (weights or {}).items()}
+    if "changes" in config and accelerator.is_main_process:
+        # As scripts put an average into the model that they are to export, or make it smaller.
+        exported = accelerator.unwrap_model(model)
+        exported.half() if config["changes"] == "dtype" else [each.data.zero_() for each in exported.parameters()]
 
 
 def _step(config: dict[str, Any], completed: int) -> int:

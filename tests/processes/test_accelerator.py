@@ -9,7 +9,9 @@ from typing import Any
 
 import accelerator_loop
 import pytest
+import torch
 from accelerator_loop import BATCH, EPOCHS, TRAINED
+from cells import Run
 from crew import Crew, Outcome
 from test_oracle import _assert_ended
 from test_trainer_in_loop import engine_of, through_a_loss
@@ -158,6 +160,29 @@ def test_a_loop_that_is_left_by_a_counter_is_left_by_all(
     assert_as(done, still, counted=False)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_epoch_that_is_left_with_its_last_step_is_over_for_all(crew: Crew, tmp_path: Path, streams: bool) -> None:
+    """By a counter, which a new worker does not have: it comes to the epoch's end by itself. All begin the next one."""
+    loop = {"ranges": True, "in_loop": True, "leaves at": 2 * PER_EPOCH, "evaluates": False, "streams": streams}
+    _assert_ended(trained(crew, tmp_path, loop, end_at=PER_EPOCH + 1, **engine_of(2)), "ended", PER_EPOCH + 1)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    crew.replace(1)
+    done = trained(crew, tmp_path, loop, checkpoint=newest.id, **engine_of(2))
+    _assert_ended(done, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in done] == [1, 1, 1]
+    assert [outcome.told["completed"] for outcome in done] == [9, 5, 9]
+
+
+def test_a_stream_that_is_left_by_a_counter_is_left_by_all(crew: Crew, tmp_path: Path) -> None:
+    loop = {"ranges": True, "in_loop": True, "most": 8, "streams": True}
+    _assert_ended(trained(crew, tmp_path, loop, end_at=2, **engine_of(2)), "ended", 2)
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    crew.replace(1)
+    done = trained(crew, tmp_path, loop, checkpoint=newest.id, **engine_of(2))
+    _assert_ended(done, "finished", 8)
+    assert [outcome.told["completed"] for outcome in done] == [8, 6, 8]
+
+
 def test_an_epoch_that_is_left_by_a_counter_goes_on_for_all(crew: Crew, tmp_path: Path) -> None:
     """In its second step; its third is the next iteration's, also on the new worker, whose counter leaves nothing."""
     loop = {"accumulates": ACCUMULATES, "ranges": True, "in_loop": True, "leaves at": 5, "url": str(tmp_path)}
@@ -168,6 +193,39 @@ def test_an_epoch_that_is_left_by_a_counter_goes_on_for_all(crew: Crew, tmp_path
     done = crew.run([0, 2, 1], TRAINS, loop, checkpoint=newest.id, **more, **engine_of(2))
     _assert_ended(done, "finished", 2 * PER_EPOCH)
     assert [outcome.told["completed"] for outcome in done] == [6, 6, 5]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "most", "change"), [(0, 8, "values"), (1, 8, "dtype"), (2, LAST_STEP, "values"), (1, LAST_STEP, "dtype")]
+)
+def test_what_one_worker_does_to_its_weights_after_the_loop_is_its_own(
+    crew: Crew, tmp_path: Path, stage: int, most: int, change: str, joined: bool
+) -> None:
+    """The loop was left by its counter, within an epoch or with its last step, which a worker that has `joined` does
+    not count. Seen: copies that had drifted apart ended the run, at diffusers' train_text_to_image's end."""
+    loop = {"ranges": True, "in_loop": True, "most": most, "gathers": True}
+    trained(crew, tmp_path / "still", loop, **engine_of(stage))
+    base, first = None, {"generation": 1}
+    if joined:
+        _assert_ended(trained(crew, tmp_path / "moved", loop, end_at=2, **engine_of(stage)), "ended", 2)
+        (base,) = [entry.id for entry in CheckpointStore(str(tmp_path / "moved"), "run").list()]
+        crew.replace(1)
+        first = {}
+    changes = {**loop, "changes": change}
+    done = trained(crew, tmp_path / "moved", changes, checkpoint=base, **first, **engine_of(stage))
+    _assert_ended(done, "finished", most)
+    still, moved = (Run(tmp_path / name, []).state() for name in ("still", "moved"))
+    assert still.keys() == moved.keys()
+    for name, values in still.items():
+        assert torch.allclose(moved[name], values, atol=1e-5), name
+
+
+def test_of_a_loop_that_was_left_and_goes_on_the_last_step_is_saved(crew: Crew, tmp_path: Path) -> None:
+    """And not that with which it was left, which was copied."""
+    done = trained(crew, tmp_path, {"ranges": True, "leaves at": 5}, **engine_of(2))
+    _assert_ended(done, "finished", 2 * PER_EPOCH)
+    assert CheckpointStore(str(tmp_path), "run").list()[0].step == 2 * PER_EPOCH
 
 
 def test_collectives_at_a_steps_end_are_left_out_with_it(crew: Crew, tmp_path: Path) -> None:

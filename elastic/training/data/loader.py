@@ -172,10 +172,10 @@ class ElasticLoader:
             yield iter(self)
 
     def leave_together(self) -> None:
-        """Collectives of the script follow, on all ranks. Where its loop was left before its epoch ended, others may be
-        in it still, by counters of their own: it is left there, too. Collective."""
+        """Collectives of the script follow, on all ranks. Where its loop was left before it was told that its epoch is
+        over, others may be in it still, by counters of their own: it is left there, too. Collective."""
         epoch, self._left_in = self._left_in, None
-        if epoch is not None and self._steps.epoch <= epoch:
+        if epoch is not None:
             self._steps.leave()
 
     def on_its_own(self) -> None:
@@ -211,6 +211,8 @@ class ElasticLoader:
         if self._left_early:
             # Perhaps after the very last batch of its epoch: then this one is the next epoch's.
             self._next_epoch = max(self._next_epoch, self._steps.epoch)
+            if self._left_in is not None and self._left_in < self._next_epoch:
+                self._staying(self._passed_end)
         epoch, began, given = self._next_epoch, self._scope.step, self.given
         self._left_in = None
         self._refuse_endless()
@@ -263,6 +265,10 @@ class ElasticLoader:
 
     def _still_here(self) -> bool:
         self._scope.check()
+        return True
+
+    def _passed_end(self) -> bool:
+        self._steps.pass_end()
         return True
 
     def _over_and_finished(self) -> bool:

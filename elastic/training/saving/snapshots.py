@@ -86,6 +86,8 @@ class Snapshots:
         self._copier = Copier(scope.device)
         self._delays = DelayClock(scope.device)
         self._pending: list[PendingCopy] = []
+        # Of a step with which the run may end, copied before the script goes on.
+        self._held: _StorageCopy | None = None
         # Was any optimizer step of this run applied? Before that there is no optimizer state.
         self._applied = scope.spec.checkpoint is not None
         self.saved_step = saved_step
@@ -104,6 +106,7 @@ class Snapshots:
     def before_update(self) -> float:
         """The state is verified if it was restored, and copied where a copy was begun. Returns the seconds that the
         copies took. Collective while a verdict is missing."""
+        self._held = None
         self._state.before_step()
         try:
             with self._delays.delay():
@@ -163,14 +166,23 @@ class Snapshots:
         if not durable and self._memory is not None:
             if self._applied:
                 self._note(self._memory.at_end(step))
+        elif self._held is not None:
+            self.saved_step = step
+            self._held.commit()
         elif self.saved_step != step:
             self._to_storage(step)
+        self._held = None
         self.start()
-        self.drain()
-        try:
-            self._copier.raise_failure()
-        except IntegrityError as error:
-            raise self._lost(error) from error
+        self._require_copied()
+
+    def hold(self) -> None:
+        """Copy the step just finished for storage, which gets it where the generation ends with this step. Until the
+        next update of the engine's, what becomes of the weights is no part of it. Returns when copies are made.
+        Collective."""
+        if self.saved_step != self._scope.step and not self._loaded:
+            self._held = self._for_storage()
+            self._copier.start(self._held.transfer, lambda: None)
+        self._require_copied()
 
     def load_weights(self, weights: WeightsSettings) -> None:
         """In the place of the weights that were saved: from here on nothing is. Collective; raises on all ranks or on
@@ -191,6 +203,7 @@ class Snapshots:
     def close(self) -> None:
         """Copies that were begun are finished first: they may be all that is left of the last step."""
         self._pending.clear()
+        self._held = None
         copied = self._copier.close()
         if self._memory is not None:
             self._memory.close(copied)
@@ -214,6 +227,12 @@ class Snapshots:
             self._scope.coordinator.save_left_out(step)
 
     def _to_storage(self, step: int) -> None:
+        copy = self._for_storage()
+        self.saved_step = step
+        self._note(copy)
+
+    def _for_storage(self) -> _StorageCopy:
+        """Collective."""
         scope = self._scope
         scope.enter(Phase.SAVING)
         try:
@@ -222,9 +241,15 @@ class Snapshots:
             raise self._lost(error) from error
         self._compare()
         snapshot, transfer = self._state.capture(
-            run_id=scope.spec.run_id, generation=scope.spec.generation, step=step, caller=self._run_state()
+            run_id=scope.spec.run_id, generation=scope.spec.generation, step=scope.step, caller=self._run_state()
         )
-        self.saved_step = step
         if own := self._own_state():
             snapshot = replace(snapshot, extra_state={**(snapshot.extra_state or {}), **own})
-        self._note(_StorageCopy(transfer, snapshot, scope.coordinator))
+        return _StorageCopy(transfer, snapshot, scope.coordinator)
+
+    def _require_copied(self) -> None:
+        self.drain()
+        try:
+            self._copier.raise_failure()
+        except IntegrityError as error:
+            raise self._lost(error) from error
