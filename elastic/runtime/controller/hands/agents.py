@@ -55,6 +55,8 @@ class Agents:
         self._store = store
         self._on_agent = on_agent
         self._tasks: dict[str, asyncio.Task[Known]] = {}
+        # Made here, and not there yet.
+        self._new: set[str] = set()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -72,7 +74,14 @@ class Agents:
         task = self._tasks.get(node)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._tasks[node] = asyncio.get_running_loop().create_task(self._start(node))
+            self._new.add(node)
+            task.add_done_callback(lambda _: self._new.discard(node))
         return await asyncio.shield(task)
+
+    def without_new(self, nodes: Sequence[str]) -> tuple[str, ...]:
+        """Those of `nodes` that may hold or know anything: without agents that are starting, but for ones that a
+        restarted controller looks for. That takes a second or more."""
+        return tuple(node for node in nodes if node not in self._new)
 
     def attach(self, node: str) -> None:
         """Find or start the agent without waiting: its node may be gone."""

@@ -249,7 +249,8 @@ class Executor:
         nodes = [self._node_of(worker) for worker in action.members]
         if action.checkpoint is not None and is_snapshot(action.checkpoint):
             # Concurrently with what the members do before they need the snapshot.
-            self.snapshots.collect(action.generation, action.checkpoint, self._agents.nodes)
+            asked = self._agents.without_new(self._agents.nodes)
+            self.snapshots.collect(action.generation, action.checkpoint, asked)
         plans: Sequence[MemoryPlan | None] = (None,) * len(nodes)
         if self._settings.snapshots.enabled:
             known = {node: (await self._agents.of(node))[1] for node in dict.fromkeys(nodes)}
@@ -262,8 +263,9 @@ class Executor:
         await self._commands.tell(self._workers.reach, "begin", (spec, rendezvous), own, _BEGIN_RETRY_S)
 
     async def _survey(self, action: act.QuerySnapshots) -> None:
-        reach = self._agents.unreachable(action.nodes) if action.reach else _nothing()
-        holds = self.snapshots.survey(action.nodes if self._settings.snapshots.enabled else ())
+        nodes = self._agents.without_new(action.nodes)
+        reach = self._agents.unreachable(nodes) if action.reach else _nothing()
+        holds = self.snapshots.survey(nodes if self._settings.snapshots.enabled else ())
         (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
         copies = copies_of(found[0]) if found else Copies()

@@ -394,6 +394,51 @@ def test_a_generation_of_many_is_begun_stopped_and_ended_by_agents(relays: bool)
     ]
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_survey_does_not_wait_for_the_agent_of_a_node_that_is_new(
+    monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """It holds nothing. Seen: where another node's slot came before the survey, a recovery took a second more, while
+    that node's agent was starting. One that a restarted controller looks for may hold snapshots."""
+    events: list[ev.Event] = []
+    asked: list[str] = []
+
+    async def scenario() -> None:
+        work, up = made(events, replace(SETTINGS, snapshots=SnapshotSettings())), asyncio.Event()
+
+        async def start(node: str) -> tuple[Any, NodeFacts]:
+            await up.wait()
+            return await agent(node)
+
+        async def agent(node: str) -> tuple[Any, NodeFacts]:
+            return await known(lambda *_: asked.append(node) or ())
+
+        monkeypatch.setattr(work._agents, "_start", start)
+        work._agents._tasks["old"] = asyncio.ensure_future(agent("old"))
+        starting = None
+        if restarted:
+            work._agents.attach("new")
+            up.set()
+        else:
+            starting = asyncio.ensure_future(work._agents.started("new"))
+            await asyncio.sleep(0)
+        for survey, reach in ((1, False), (2, True)):
+            work.perform(act.QuerySnapshots(survey, ("old", "new"), reach))
+            await settled(work)
+        up.set()
+        if starting is not None:
+            await starting
+            work.perform(act.QuerySnapshots(3, ("old", "new"), False))
+            await settled(work)
+
+    asyncio.run(scenario())
+    # By the second survey it is also asked whom of the others it can reach.
+    assert asked == (["old", "new", "old", "new", "old", "new"] if restarted else ["old", "old", "old", "old", "new"])
+    for event in events:
+        assert isinstance(event, ev.SnapshotsReported)
+        assert (event.missing, event.unreachable) == ((), ())
+
+
 def test_all_nodes_are_tried_at_once() -> None:
     """A node that is cut off from many must say so before the survey is over."""
     others = {f"node-{number}": ("127.0.0.1", number) for number in range(40)}
