@@ -34,6 +34,7 @@ from elastic.training import api, context
 from elastic.training.data.stream.foreign import passes_of
 from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.ahead import spec_alone
+from elastic.training.saving.save_pretrained import whole_state
 
 try:
     import transformers
@@ -112,11 +113,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         with api.busy("saving the model"):
             if transformers_weights.everywhere(engine):
                 super().save_model(output_dir, _internal_call)
-            elif (weights := engine.whole_weights()) and self.args.should_save:
-                # What modules keep beside tensors is in each rank's own, where weights are parts or empty.
-                own = self.model.state_dict().items()
-                kept = {name: value for name, value in own if name.rpartition(".")[2] == "_extra_state"}
-                self._save(output_dir or self.args.output_dir, state_dict=weights | kept)
+            elif (weights := whole_state(engine, self.model)) and self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=weights)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from elastic.training import api
+from elastic.integrations.engine_config import spec_of_generation
 from elastic.training.engine import ElasticEngine
+from elastic.training.saving import save_pretrained
 
 
 def by_stage_3(engine: Any) -> bool:
@@ -23,8 +24,7 @@ def _by_deepspeed(engine: ElasticEngine) -> bool:
 
 def everywhere(engine: ElasticEngine) -> bool:
     """Has each rank all weights?"""
-    mesh = api.get_context().mesh
-    return _by_deepspeed(engine) and not by_stage_3(engine) and mesh["tp"] * mesh["ep"] == 1
+    return save_pretrained.everywhere(engine, spec_of_generation())
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from elastic.training import cleanup, context, rng
 from elastic.training.advice import NO_BATCH, advice
 from elastic.training.generation import Generation
 from elastic.training.result import GenerationResult, Kind
+from elastic.training.saving import save_pretrained
 from elastic.training.session import Coordinator, InLoop, Phase
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class GenerationRunner:
         scope = self._scope
         scope.check()
         cleanup.warm_up(self.generation.kind)
+        save_pretrained.gather_first()
         self.generation.in_loop = in_loop
         scope.enter(Phase.JOINING)
         self.generation.join()

@@ -365,7 +365,7 @@ def test_its_checkpoints_are_the_platforms(crew: Crew, tmp_path: Path) -> None:
     _assert_ended(done, "finished", LAST_STEP)
     steps = [entry.step for entry in CheckpointStore(str(tmp_path / "runs"), "run").list()]
     assert steps == [9, 6, 3]
-    assert not (tmp_path / "own").exists()
+    assert list((tmp_path / "own").iterdir()) == [], "scripts put files of their own beside"
 
 
 def test_updates_by_a_count_of_batches_are_refused(crew: Crew, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -93,8 +94,11 @@ def save_state(accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> 
     warn_once(
         logger,
         "accelerator.save_state: the platform saves this step to its own storage, in its own format, as "
-        "engine.save_checkpoint does; the folder stays as it is",
+        "engine.save_checkpoint does; the folder is there, and stays empty",
     )
+    if output_dir is not None:
+        # Scripts put files of their own beside.
+        os.makedirs(output_dir, exist_ok=True)
     engine.save_checkpoint(output_dir)
     return output_dir
 
