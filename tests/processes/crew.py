@@ -22,6 +22,8 @@ from typing import Any
 
 import forks
 
+# For another's outcome, which a failure explains.
+_WHY_S = 5.0
 _WAIT_S = 120.0
 # On which a member shows its stacks.
 _SHOW = signal.SIGUSR1
@@ -151,7 +153,7 @@ class Crew:
         member = self.members[number]
         while point not in member.points:
             if member.outcome is not None:
-                raise AssertionError(f"member {number} ended before it came to {point}: {member.outcome.result}")
+                raise AssertionError(f"member {number} ended before it came to {point}{self._whys()}")
             self._receive(member, "point")
 
     def in_collective(self, number: int) -> None:
@@ -186,6 +188,16 @@ class Crew:
         elif got == "broken":
             raise RuntimeError(value)
         return got, value
+
+    def _whys(self) -> str:
+        """How generations ended for those that have told it: one's failure makes the others'."""
+        told = []
+        for member in self.members:
+            while member.outcome is None and member.in_loop is not None and member.pipe.poll(_WHY_S):
+                self._receive(member, "outcome")
+            if member.outcome is not None:
+                told.append(f"\nmember {member.number}: {member.outcome.result}")
+        return "".join(told)
 
     def _show_stacks(self) -> None:
         """Each member writes where its threads stand."""
