@@ -203,7 +203,10 @@ class Snapshots:
     def close(self) -> None:
         """Copies that were begun are finished first: they may be all that is left of the last step."""
         self._pending.clear()
-        self._held = None
+        if self._held is not None:
+            # What the script does after its loop has failed: the steps before were made.
+            self._held.commit()
+            self._held = None
         copied = self._copier.close()
         if self._memory is not None:
             self._memory.close(copied)
