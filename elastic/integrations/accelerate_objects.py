@@ -20,9 +20,14 @@ from elastic.training.engine import ElasticEngine
 from elastic.training.in_loop.stand_in import StandIn
 from elastic.training.watch.once import warn_once
 
-TOGETHER = (
+_TOGETHER = (
     "one model is trained, with one optimizer and one DataLoader: give them to accelerator.prepare(), in one call or "
     "in several; models that are not trained have no parameter with requires_grad"
+)
+
+_DRAWN = (
+    ". What a {} gives is in no DataLoader: prepare the DataLoader, and draw from what that gives back, as by "
+    "cycle(accelerator.prepare(loader))"
 )
 
 # Planned are steps of one batch of each worker.
@@ -42,6 +47,8 @@ class Pieces:
         self.model: Any = None
         self.optimizer: Any = None
         self.loader: Any = None
+        # The type of what is drawn from, and is no DataLoader.
+        self.drawn: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -51,14 +58,21 @@ class Pieces:
         """Raises UsageError for a second model that is trained, or optimizer."""
         self._note_one("model", [each for each in given if isinstance(each, torch.nn.Module) and _is_trained(each)])
         self._note_one("optimizer", [each for each in given if isinstance(each, torch.optim.Optimizer)])
+        drawn = [type(each).__name__ for each in given if isinstance(each, Iterator)]
+        self.drawn = next(iter(drawn), self.drawn)
         loaders = [each for each in given if isinstance(each, DataLoader)]
         if self.loader is None and loaders:
             shuffled = [each for each in loaders if _shuffles(each)]
             self.loader = next(iter(shuffled), loaders[0] if self.model is not None else None)
 
+    def refusal(self) -> UsageError:
+        """Of what has been given, where more or less was needed."""
+        instead = "" if self.drawn is None or self.loader is not None else _DRAWN.format(self.drawn)
+        return UsageError(f"elastic.integrations.accelerate: {_TOGETHER}{instead}")
+
     def _note_one(self, name: str, found: list[Any]) -> None:
         if len(found) > 1 or (found and getattr(self, name) is not None):
-            raise UsageError(f"elastic.integrations.accelerate: {TOGETHER}")
+            raise self.refusal()
         if found:
             setattr(self, name, found[0])
 
@@ -111,13 +125,13 @@ class Updates:
     @property
     def engine(self) -> ElasticEngine:
         if self._engine is None:
-            raise UsageError(f"elastic.integrations.accelerate: {TOGETHER}")
+            raise self.pieces.refusal()
         return self._engine
 
     @property
     def batches(self) -> ElasticLoader:
         if self._batches is None:
-            raise UsageError(f"elastic.integrations.accelerate: {TOGETHER}")
+            raise self.pieces.refusal()
         return self._batches
 
     @property

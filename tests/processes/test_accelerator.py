@@ -375,6 +375,16 @@ def test_updates_by_a_count_of_batches_are_refused(crew: Crew, tmp_path: Path) -
     assert "a step ends with this batch, and optimizer.step() was not called" in done[0].result.message
 
 
+def test_a_generator_in_the_place_of_a_data_loader_is_named() -> None:
+    """As `cycle(DataLoader(...))` of x-transformers' scripts. Seen: that one of three was missing, not which."""
+    from elastic.integrations.accelerate_objects import Pieces
+
+    pieces, model = Pieces(), torch.nn.Linear(2, 1)
+    pieces.note((model, torch.optim.SGD(model.parameters()), (each for each in [1])))
+    assert not pieces.complete
+    assert "What a generator gives is in no DataLoader: prepare the DataLoader" in str(pieces.refusal())
+
+
 REFUSED = [
     ({"mixed_precision": "fp8"}, {}, r"mixed_precision='fp8'\) is not supported"),
     ({"mixed_precision": "bf16"}, {"bf16": {"enabled": False}}, "the job's `deepspeed` switches bf16 off"),
