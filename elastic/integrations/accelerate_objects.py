@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from elastic.core.errors import UsageError
 from elastic.integrations.accelerate_ends import PREPARED, Ends, steps_made
+from elastic.integrations.accelerate_passes import NextPass
 from elastic.integrations.transformers_weights import everywhere
 from elastic.training import context
 from elastic.training.data.loader import ElasticLoader
@@ -113,6 +114,9 @@ class Updates:
         # Has the script ever asked whether a batch ends a step?
         self._asks_ends = False
         self._ends = Ends()
+        # Are weights on several workers? What follows a loop then.
+        self._apart = False
+        self._next_pass: NextPass | None = None
 
     def begin(self, engine: ElasticEngine, batches: ElasticLoader, planned: int, clipping: float | None) -> None:
         """`clipping` is what the job itself says."""
@@ -153,6 +157,8 @@ class Updates:
         if self._gradient_state.sync_gradients or self.skipped:
             self._early = 0
         self.given += 1
+        self._forget_pass()
+        self._apart = not everywhere(self.engine)
         self._clipped = self._asked = self._backward = self._shown = self._noted = False
         self._at_hand = True
         self._gradient_state._set_sync_gradients(self.engine.is_gradient_accumulation_boundary())
@@ -205,6 +211,7 @@ class Updates:
 
     def leave_loop(self) -> None:
         """Before collectives: a script that counts its steps may have left its loop, and be in it on a new worker."""
+        self._forget_pass()
         if self._batches is not None:
             self._batches.leave_together()
 
@@ -212,6 +219,13 @@ class Updates:
         self._at_hand = False
         if self._engine is not None:
             self._engine.shown_ends.hidden = False
+        if self._apart:
+            self._next_pass = NextPass(self.pieces.model, self.leave_loop)
+
+    def _forget_pass(self) -> None:
+        if self._next_pass is not None:
+            self._next_pass.forget()
+            self._next_pass = None
 
     def scheduled(self, scheduler: Any) -> None:
         if self._at_hand and self._gradient_state.sync_gradients:
@@ -298,9 +312,6 @@ class PreparedModel(StandIn):
         from accelerate.utils import convert_to_fp32
 
         updates = object.__getattribute__(self, "_updates")
-        if updates.begun and not everywhere(updates.engine):
-            # An evaluation gathers weights.
-            updates.leave_loop()
         output = self._target(*inputs, **kwargs)
         return convert_to_fp32(output) if updates.in_16_bits else output
 

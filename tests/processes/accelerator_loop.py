@@ -180,7 +180,8 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
         lost = []
         for batch in evaluated:
             with torch.no_grad():
-                each = torch.nn.functional.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
+                output = _evaluated(accelerator, model, batch["x"], config.get("evaluates"))
+                each = torch.nn.functional.cross_entropy(output, batch["label"], reduction="none")
             lost.append(accelerator.gather_for_metrics(each))
         if accelerator.is_main_process:
             told.setdefault("log", []).append((epoch, len(torch.cat(lost)), float(torch.cat(lost).mean())))
@@ -197,6 +198,17 @@ def _trains(accelerator: Any, config: dict[str, Any], epochs: Any, told: dict[st
         # As scripts put an average into the model that they are to export, or make it smaller.
         exported = accelerator.unwrap_model(model)
         exported.half() if config["changes"] == "dtype" else [each.data.zero_() for each in exported.parameters()]
+
+
+def _evaluated(accelerator: Any, model: Any, x: torch.Tensor, how: Any) -> Any:
+    if how == "unwrapped":
+        return accelerator.unwrap_model(model)(x)
+    if how == "in parts":
+        # As `generate` of an encoder and a decoder does.
+        for part in accelerator.unwrap_model(model):
+            x = part(x)
+        return x
+    return model(x)
 
 
 def _step(config: dict[str, Any], completed: int) -> int:

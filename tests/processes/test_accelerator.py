@@ -173,6 +173,28 @@ def test_an_epoch_that_is_left_with_its_last_step_is_over_for_all(crew: Crew, tm
     assert [outcome.told["completed"] for outcome in done] == [9, 5, 9]
 
 
+@pytest.mark.parametrize("most", [8, LAST_STEP])
+@pytest.mark.parametrize(("stage", "how"), [(3, "unwrapped"), (3, "in parts"), (None, "unwrapped")])
+def test_the_model_itself_is_evaluated_after_the_loop_is_left_by_all(
+    crew: Crew, tmp_path: Path, stage: int | None, how: str, most: int
+) -> None:
+    """As summarization scripts do, by `unwrap_model(model).generate`. Seen: its weights were gathered while a worker
+    that had joined asked whether the loop was left: it stood still, after the last step."""
+    engine = engine_of(stage)
+    if stage == 3:
+        engine["engine_config"]["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    loop = {"ranges": True, "in_loop": True, "most": most, "evaluates": how}
+    still = trained(crew, tmp_path / "still", loop, **engine)
+    _assert_ended(trained(crew, tmp_path / "moved", loop, end_at=2, **engine), "ended", 2)
+    newest = CheckpointStore(str(tmp_path / "moved"), "run").list()[0]
+    crew.replace(1)
+    done = trained(crew, tmp_path / "moved", loop, checkpoint=newest.id, **engine)
+    _assert_ended(done, "finished", most)
+    assert [outcome.told["calls"] for outcome in done] == [1, 1, 1]
+    assert [line[:2] for line in done[0].told["log"]] == [line[:2] for line in still[0].told["log"]]
+    assert_as(done, still, counted=False)
+
+
 def test_a_stream_that_is_left_by_a_counter_is_left_by_all(crew: Crew, tmp_path: Path) -> None:
     loop = {"ranges": True, "in_loop": True, "most": 8, "streams": True}
     _assert_ended(trained(crew, tmp_path, loop, end_at=2, **engine_of(2)), "ended", 2)

@@ -28,6 +28,9 @@ from elastic.training.user.state import State
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = "it was not asking for its next batch: an evaluation, say"
+# What leaves the others in their loop: a worker that joins begins with an epoch, and not after it.
+_AFTER = "; after an epoch's steps, and not before them, it is done by all"
+_BY_EPOCHS = "; with `for epoch in elastic.epochs(n)` it begins at the run's epoch, and the others stay"
 _IN_ITS_OWN = "a collective of its own has failed in a step, outside of `with elastic.step():`"
 
 # Set-up that takes longer, and is done a second time by the same process, is named.
@@ -277,7 +280,11 @@ class FunctionCall:
     def comes_back(self) -> None:
         was_set_up = self._set_up.is_open
         self._set_up.closed()
-        self._judge("its code before the first batch, or between two iterations,")
+        if was_set_up:
+            self._judge("its code before the first batch")
+        else:
+            by_epochs = self._handles is not None and self._handles.loader.ended_by_epochs
+            self._judge("its code between two iterations", _AFTER if by_epochs else _BY_EPOCHS)
         # A function that begins now begins where the run is.
         self._made = max(self._made, self._current.generation.scope.step)
         if was_set_up:
@@ -344,12 +351,13 @@ class FunctionCall:
         assert self._runner is not None
         return self._runner
 
-    def _judge(self, code: str) -> None:
+    def _judge(self, code: str, instead: str = "") -> None:
         """A worker that joins runs this code while the others wait in their loop: nobody would answer there."""
         before, self._collectives = self._collectives, None
         if before is not None and self._begun_by_script() > before:
             why = f" ({self._set_up.recording.why})" if self._set_up.recording.why else ""
-            self._own.outside = f"{code} takes part in collectives, which a worker that joins does with all others{why}"
+            what = f"{code} takes part in collectives, which a worker that joins does with all others{why}"
+            self._own.outside = what + instead
 
     def _begun_by_script(self) -> int:
         """Collectives of this rank; without those whose results are kept for whoever joins."""
