@@ -138,17 +138,21 @@ def test_a_step_that_is_made_again_with_a_new_worker(crew: Crew, tmp_path: Path,
     assert_as(again[:2], still, counted=not at_ends)
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize(("stage", "most"), [(0, 8), (3, 8), (None, 8), (1, 7), (1, 6)])
 def test_a_loop_that_is_left_by_a_counter_is_left_by_all(
-    crew: Crew, tmp_path: Path, stage: int | None, most: int
+    crew: Crew, tmp_path: Path, stage: int | None, most: int, bounded: bool
 ) -> None:
     """A new worker counts from its own beginning. Seen: it stood at the next step, and the others in the evaluation
-    after their loop, until the run was ended. The last of them leaves where an epoch ends for it."""
+    after their loop, until the run was ended. The last of them leaves where an epoch ends for it. `bounded`: the job
+    says where the run ends, too; there the new worker saved the last step, and the others evaluated."""
     loop = {"accumulates": ACCUMULATES, "ranges": True, "in_loop": True, "most": most, "url": str(tmp_path)}
-    more: dict[str, Any] = {"batch": BatchSettings(), "max_world_size": 3, "anomalies": AnomalySettings()}
-    still = crew.run([0, 1, 2], TRAINS, {**loop, "url": str(tmp_path / "still")}, **more, **engine_of(stage))
     # After the last step of an epoch the next iteration is the next epoch's, and is left after one step.
-    _assert_ended(still, "finished", 7 if most == 6 else most)
+    last = 7 if most == 6 else most
+    batch = BatchSettings(max_steps=last if bounded else None)
+    more: dict[str, Any] = {"batch": batch, "max_world_size": 3, "anomalies": AnomalySettings()}
+    still = crew.run([0, 1, 2], TRAINS, {**loop, "url": str(tmp_path / "still")}, **more, **engine_of(stage))
+    _assert_ended(still, "finished", last)
     _assert_ended(crew.run([0, 1, 2], TRAINS, loop, end_at=2, **more, **engine_of(stage)), "ended", 2)
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
     crew.replace(1)
