@@ -79,8 +79,8 @@ class Agents:
         return await asyncio.shield(task)
 
     def without_new(self, nodes: Sequence[str]) -> tuple[str, ...]:
-        """Those of `nodes` that may hold or know anything: without agents that are starting, but for ones that a
-        restarted controller looks for. That takes a second or more."""
+        """Those of `nodes` that may hold anything: without agents that are starting, which takes a second or more, but
+        with those that a restarted controller looks for."""
         return tuple(node for node in nodes if node not in self._new)
 
     def attach(self, node: str) -> None:

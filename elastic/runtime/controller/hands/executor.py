@@ -263,9 +263,10 @@ class Executor:
         await self._commands.tell(self._workers.reach, "begin", (spec, rendezvous), own, _BEGIN_RETRY_S)
 
     async def _survey(self, action: act.QuerySnapshots) -> None:
-        nodes = self._agents.without_new(action.nodes)
-        reach = self._agents.unreachable(nodes) if action.reach else _nothing()
-        holds = self.snapshots.survey(nodes if self._settings.snapshots.enabled else ())
+        holding = self._agents.without_new(action.nodes) if self._settings.snapshots.enabled else ()
+        # A new node may be the one that others cannot reach.
+        reach = self._agents.unreachable(action.nodes) if action.reach else _nothing()
+        holds = self.snapshots.survey(holding)
         (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
         copies = copies_of(found[0]) if found else Copies()
