@@ -215,12 +215,18 @@ class Updates:
         if self._batches is not None:
             self._batches.leave_together()
 
-    def end_batches(self) -> None:
+    def end_batches(self, early: bool) -> None:
+        """An iteration is over, `early` where the script has left it."""
         self._at_hand = False
         if self._engine is not None:
             self._engine.shown_ends.hidden = False
-        if self._apart:
+        if self._apart and early:
             self._next_pass = NextPass(self.pieces.model, self.leave_loop)
+
+    def before_pass(self) -> None:
+        """Of the prepared model; where that is compiled, hooks may not be called."""
+        if self._next_pass is not None:
+            self.leave_loop()
 
     def _forget_pass(self) -> None:
         if self._next_pass is not None:
@@ -312,6 +318,7 @@ class PreparedModel(StandIn):
         from accelerate.utils import convert_to_fp32
 
         updates = object.__getattribute__(self, "_updates")
+        updates.before_pass()
         output = self._target(*inputs, **kwargs)
         return convert_to_fp32(output) if updates.in_16_bits else output
 
@@ -358,13 +365,15 @@ class PreparedLoader:
 
         # The loop may have been left after a batch.
         self._updates.end_batch()
+        early = True
         try:
             for batch in self._updates.batches:
                 self._updates.begin_batch()
                 yield batch if self._device is None else send_to_device(batch, self._device)
                 self._updates.end_batch()
+            early = False
         finally:
-            self._updates.end_batches()
+            self._updates.end_batches(early)
 
     def __len__(self) -> int:
         return math.ceil(self.total_dataset_length / self.total_batch_size)

@@ -19,6 +19,8 @@ class NextPass:
         parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet(model.modules())
         call = weakref.WeakMethod(then)
 
+        # Of a compiled model it would be traced, and what it does be part of a graph.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: torch.nn.Module, _: Any) -> None:
             if module in parts:
                 handle.remove()

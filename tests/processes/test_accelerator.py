@@ -178,16 +178,19 @@ def test_an_epoch_that_is_left_with_its_last_step_is_over_for_all(crew: Crew, tm
 
 
 @pytest.mark.parametrize("most", [8, LAST_STEP])
-@pytest.mark.parametrize(("stage", "how"), [(3, "unwrapped"), (3, "in parts"), (None, "unwrapped")])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("stage", "how"), [(3, "unwrapped"), (3, "in parts"), (None, "unwrapped"), (None, True)])
 def test_the_model_itself_is_evaluated_after_the_loop_is_left_by_all(
-    crew: Crew, tmp_path: Path, stage: int | None, how: str, most: int
+    crew: Crew, tmp_path: Path, stage: int | None, how: Any, compiled: bool, most: int
 ) -> None:
     """As summarization scripts do, by `unwrap_model(model).generate`. Seen: its weights were gathered while a worker
     that had joined asked whether the loop was left: it stood still, after the last step."""
     engine = engine_of(stage)
     if stage == 3:
         engine["engine_config"]["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    loop = {"ranges": True, "in_loop": True, "most": most, "evaluates": how}
+    loop: dict[str, Any] = {"ranges": True, "in_loop": True, "most": most, "evaluates": how}
+    if compiled:
+        loop["accelerator"] = {"gradient_accumulation_steps": ACCUMULATES, "dynamo_backend": "eager"}
     still = trained(crew, tmp_path / "still", loop, **engine)
     _assert_ended(trained(crew, tmp_path / "moved", loop, end_at=2, **engine), "ended", 2)
     newest = CheckpointStore(str(tmp_path / "moved"), "run").list()[0]

@@ -326,26 +326,6 @@ def returns_early(config: dict[str, Any]) -> None:
             return
 
 
-def exports_in_vain(config: dict[str, Any]) -> None:
-    """An accelerate loop that is left by its counter; what follows fails on one worker."""
-    from elastic.integrations.accelerate import Accelerator
-
-    accelerator = Accelerator()
-    torch.manual_seed(0)
-    model: Any = nn.Linear(4, 1)
-    data = torch.utils.data.DataLoader(torch.ones(40, 4), batch_size=2)  # type: ignore[arg-type]
-    model, optimizer, batches = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
-    for completed, x in enumerate(batches, 1):
-        accelerator.backward(model(x).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        if completed == config["stop_after"]:
-            break
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        raise OSError("no space is left for the export")
-
-
 def counts_by_itself(config: dict[str, Any]) -> None:
     """`stop_after` steps by a variable of this function, which begins with 0 on a worker that joins."""
     engine, loader, _ = build(config)

@@ -93,15 +93,6 @@ def test_a_run_whose_functions_count_by_themselves_ends_once(cluster: LocalClust
     assert {incident["kind"] for incident in run.incidents()[2:]} == {"resize"}
 
 
-def test_a_run_that_fails_after_its_loop_keeps_all_steps(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Seen: it had the last checkpoint before, here none."""
-    pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
-    two = ScalingSettings(2, 2)
-    run = Run(cluster, tmp_path, "loops:exports_in_vain", scaling=two, epochs=None, config={"stop_after": 3}).start()
-    assert "no space is left for the export" in run.ended("user-code-failed")["reason"]
-    assert CheckpointStore(run.url, "run").list()[0].step == 3
-
-
 @pytest.mark.parametrize("memory", [{"every_steps": 1}, None], ids=["memory", "storage"])
 def test_a_run_whose_functions_save_by_a_counter_loses_nobody_by_it(
     cluster: LocalCluster, tmp_path: Path, memory: dict[str, Any] | None

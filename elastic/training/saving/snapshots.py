@@ -170,7 +170,7 @@ class Snapshots:
             self.saved_step = step
             self._held.commit()
         elif self.saved_step != step:
-            self._to_storage(step)
+            self._to_storage()
         self._held = None
         self.start()
         self._require_copied()
@@ -203,10 +203,7 @@ class Snapshots:
     def close(self) -> None:
         """Copies that were begun are finished first: they may be all that is left of the last step."""
         self._pending.clear()
-        if self._held is not None:
-            # What the script does after its loop has failed: the steps before were made.
-            self._held.commit()
-            self._held = None
+        self._held = None
         copied = self._copier.close()
         if self._memory is not None:
             self._memory.close(copied)
@@ -225,13 +222,13 @@ class Snapshots:
         # Of a group that was aborted meanwhile, the answer may be this rank's own.
         self._scope.check()
         if free:
-            self._to_storage(step)
+            self._to_storage()
         else:
             self._scope.coordinator.save_left_out(step)
 
-    def _to_storage(self, step: int) -> None:
+    def _to_storage(self) -> None:
         copy = self._for_storage()
-        self.saved_step = step
+        self.saved_step = copy.snapshot.step
         self._note(copy)
 
     def _for_storage(self) -> _StorageCopy:
